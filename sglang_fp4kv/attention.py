@@ -1,0 +1,206 @@
+"""SGLang's Triton attention backend with every read taken from the packed NVFP4 pool.
+
+Metadata (index lists, masks, CUDA-graph buffers) stays the stock backend's
+(srt/layers/attention/triton_backend.py @ 0.5.23); the kernels are ours.
+"""
+
+import logging
+
+import torch
+from sglang.srt.layers.attention import triton_backend as stock
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, unwrap_write_loc
+
+from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
+from sglang_fp4kv.kernels.extend_nvfp4 import extend_nvfp4
+from sglang_fp4kv.pool import find_packed_pool
+
+logger = logging.getLogger(__name__)
+
+
+# The name is the stock one on purpose: SGLang's DFLASH worker keys its verify-mask policy on
+# type(backend).__name__ (srt/speculative/dflash_utils.py @ 0.5.23).
+class TritonAttnBackend(stock.TritonAttnBackend):
+    """Prefill, verify and decode over NVFP4 KV.
+
+    Prefill reads a packed prefix and its own chunk in the model's dtype. Verify reads the draft
+    block back from the pool, so that it sees exactly the K and V that plain decode would see.
+
+    Raises: ValueError at construction for what the kernels do not serve (MLA, decode context
+    parallelism, deterministic inference, diffusion LLM, sliding-window pools).
+    """
+
+    def __init__(self, model_runner, *args, **kwargs):
+        super().__init__(model_runner, *args, **kwargs)
+        refused = {
+            "MLA": self.use_mla,
+            "decode context parallelism": self.dcp_size > 1,
+            "deterministic inference": self.enable_deterministic,
+            "diffusion LLM decoding": self.dllm_attention is not None,
+            "a sliding-window KV pool": self.use_sliding_window_kv_pool,
+        }
+        for what, present in refused.items():
+            if present:
+                raise ValueError(f"NVFP4 KV on the Triton backend does not serve {what}")
+        # The stock class takes the width of the value buffer, which is packed here.
+        self.v_head_dim = find_packed_pool(self.token_to_kv_pool).v_head_dim
+        # Our kernels bring their own partial results; keep the stock ones from costing memory.
+        self.max_kv_splits = 1
+        self.static_kv_splits = True
+
+    def _layer_options(self, layer, sinks, score_mod, aux_tensors):
+        """Keyword arguments of both readers for ``layer``, and its index lists.
+
+        Raises: ValueError for options the kernels do not have.
+        """
+        refused = {
+            "attention sinks": sinks is not None,
+            "score_mod": score_mod is not None or aux_tensors is not None,
+            "a temperature length": layer.xai_temperature_len > 0,
+            "cross attention": layer.is_cross_attention,
+            f"attention type {layer.attn_type!r}": layer.attn_type != AttentionType.DECODER,
+        }
+        for what, present in refused.items():
+            if present:
+                raise ValueError(f"layer {layer.layer_id}: NVFP4 KV does not serve {what}")
+        pool = self._pool_layer(layer)
+        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        meta = self.forward_metadata
+        lists = (
+            (meta.window_kv_indptr, meta.window_kv_indices)
+            if windowed
+            else (meta.kv_indptr, meta.kv_indices)
+        )
+        options = {
+            "k_global_scale": pool.k_global_scale,
+            "v_global_scale": pool.v_global_scale,
+            "sm_scale": layer.scaling,
+            "logit_cap": stock.logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
+        }
+        return pool, lists, windowed, options
+
+    def _pool_layer(self, layer):
+        pool = self.token_to_kv_pool
+        packed = find_packed_pool(pool)
+        if pool is packed:
+            return packed.packed_layer(layer.layer_id)
+        return packed.packed_layer(pool.full_attention_layer_id_mapping[layer.layer_id])
+
+    def _write(self, layer, forward_batch, k, v):
+        loc_info = KVWriteLoc.for_batch(forward_batch)
+        self.token_to_kv_pool.set_kv_buffer(layer, loc_info, k, v)
+        return unwrap_write_loc(loc_info)[0]
+
+    def forward_extend(
+        self,
+        q,
+        k,
+        v,
+        layer,
+        forward_batch,
+        save_kv_cache=True,
+        sinks=None,
+        score_mod=None,
+        aux_tensors=None,
+    ):
+        """Prefill of new tokens, or the drafted block of a verify step.
+
+        Sizes: T tokens, Hq query heads, H KV heads, D head dim
+          q  [T, Hq*D]   k, v  [T, H, D]   out  [T, Hq*D]   bf16 | fp16
+        """
+        if k is None or v is None:
+            raise ValueError(
+                f"layer {layer.layer_id}: NVFP4 KV does not serve layers that share another "
+                "layer's K and V"
+            )
+        pool, (kv_indptr, kv_indices), windowed, options = self._layer_options(
+            layer, sinks, score_mod, aux_tensors
+        )
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is None:
+            out = torch.empty_like(q)
+        if save_kv_cache:
+            slots = self._write(layer, forward_batch, k, v)
+        else:
+            slots = unwrap_write_loc(KVWriteLoc.for_batch(forward_batch))[0]
+
+        meta = self.forward_metadata
+        rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out_rows = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        masks = {
+            "custom_mask": meta.custom_mask,
+            "mask_indptr": meta.mask_indptr,
+            "sliding_window_size": layer.sliding_window_size if windowed else -1,
+            "window_kv_offsets": meta.window_kv_offsets if windowed else None,
+        }
+        if forward_batch.forward_mode.is_target_verify():
+            attention_nvfp4(
+                rows,
+                pool.k_codes,
+                pool.k_scales,
+                pool.v_codes,
+                pool.v_scales,
+                out_rows,
+                kv_indptr,
+                kv_indices,
+                q_per_req=meta.max_extend_len,
+                block_slots=slots,
+                **masks,
+                **options,
+            )
+        else:
+            extend_nvfp4(
+                rows,
+                k,
+                v,
+                out_rows,
+                pool.k_codes,
+                pool.k_scales,
+                pool.v_codes,
+                pool.v_scales,
+                meta.qo_indptr,
+                kv_indptr,
+                kv_indices,
+                max_extend_len=meta.max_extend_len,
+                **masks,
+                **options,
+            )
+        return out
+
+    def forward_decode(
+        self,
+        q,
+        k,
+        v,
+        layer,
+        forward_batch,
+        save_kv_cache=True,
+        sinks=None,
+        score_mod=None,
+        aux_tensors=None,
+    ):
+        """One new token a request; its own K and V are read back from the pool.
+
+        Sizes: B requests, Hq query heads, H KV heads, D head dim
+          q  [B, Hq*D]   k, v  [B, H, D]   out  [B, Hq*D]   bf16 | fp16
+        """
+        pool, (kv_indptr, kv_indices), _, options = self._layer_options(
+            layer, sinks, score_mod, aux_tensors
+        )
+        q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
+        out = torch.empty_like(q)
+        if save_kv_cache:
+            self._write(layer, forward_batch, k, v)
+        attention_nvfp4(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            pool.k_codes,
+            pool.k_scales,
+            pool.v_codes,
+            pool.v_scales,
+            out.view(-1, layer.tp_q_head_num, layer.v_head_dim),
+            kv_indptr,
+            kv_indices,
+            q_per_req=1,
+            **options,
+        )
+        return out

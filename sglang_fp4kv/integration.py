@@ -1,0 +1,105 @@
+"""Registers the kit with SGLang 0.5.23; the one place that does so.
+
+SGLang calls :func:`activate` in each of its processes (entry point group ``sglang.srt.plugins``).
+It logs and swallows a plugin that fails, so :mod:`sglang_fp4kv.proof` checks the result in the
+scheduler process, where a patch calls it.
+"""
+
+import logging
+
+from sglang_fp4kv.seams import check_release, check_seams
+
+logger = logging.getLogger(__name__)
+
+_active = False
+
+
+def is_active():
+    """Whether :func:`activate` has run to its end in this process."""
+    return _active
+
+
+def activate():
+    """Registers recipe, resolution steps, pools, backend and the report.
+
+    Raises: RuntimeError when the installed SGLang is not the pinned release.
+    """
+    global _active
+    if _active:
+        return
+    check_release()
+
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KV_CACHE_QUANT_REGISTRY
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_fp4kv import proof, resolution
+    from sglang_fp4kv.recipe import PackedNVFP4Method
+
+    KV_CACHE_QUANT_REGISTRY["nvfp4"] = PackedNVFP4Method
+    register_resolution_hook("handle_nvfp4_prefill_kv_dequant_dtype")(
+        resolution.resolve_prefill_dequant
+    )
+    register_resolution_hook("handle_kv4_compatibility")(resolution.resolve_kv4)
+    for target, hook, kind in (
+        (
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class",
+            _pool_class,
+            HookType.AROUND,
+        ),
+        (
+            "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+            ".calculate_pool_sizes",
+            proof.record_budget,
+            HookType.AROUND,
+        ),
+        (
+            "sglang.srt.managers.scheduler_components.internal_state"
+            ".SchedulerInternalStateController.get_internal_state",
+            proof.add_report,
+            HookType.AFTER,
+        ),
+    ):
+        HookRegistry.register(target, hook, kind)
+    _wrap_triton_backend()
+    _active = True
+    logger.info("fp4kv: active (NVFP4 KV for the Triton backend, FP8 or BF16 KV for its drafter)")
+
+
+def _pool_class(original, configurator, *, kind, default):
+    """Our pools for a server whose target KV is NVFP4 on Triton, SGLang's choice elsewhere.
+
+    Raises: RuntimeError when a seam is not as it was read; ValueError for another pool layout.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from sglang_fp4kv.draft_pool import DraftTokenToKVPool
+    from sglang_fp4kv.pool import NVFP4TokenToKVPool
+    from sglang_fp4kv.resolution import uses_packed_read
+
+    if kind != "mha" or not uses_packed_read(resolved_view(configurator.server_args)):
+        return original(configurator, kind=kind, default=default)
+    check_seams()
+    if default is not MHATokenToKVPool:
+        raise ValueError(f"NVFP4 KV cannot be built as a {default.__name__}")
+    return DraftTokenToKVPool if configurator.is_draft_worker else NVFP4TokenToKVPool
+
+
+def _wrap_triton_backend():
+    from sglang.srt.layers.attention.attention_registry import (
+        ATTENTION_BACKENDS,
+        register_attention_backend,
+    )
+
+    stock = ATTENTION_BACKENDS["triton"]
+
+    @register_attention_backend("triton")
+    def create_triton_backend(runner):
+        from sglang_fp4kv.pool import find_packed_pool
+
+        if find_packed_pool(runner.token_to_kv_pool) is None:
+            return stock(runner)
+        from sglang_fp4kv.attention import TritonAttnBackend
+
+        return TritonAttnBackend(runner)

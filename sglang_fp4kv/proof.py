@@ -1,0 +1,148 @@
+"""What really runs, read off the live objects in the scheduler process.
+
+The report is part of ``GET /server_info`` (``internal_states[i]["fp4kv"]``), so a launcher reads it
+over HTTP. :func:`require_active` is called by a patch before the scheduler reports ready.
+"""
+
+import logging
+
+import torch
+
+from sglang_fp4kv import __version__, formats
+
+logger = logging.getLogger(__name__)
+
+_budget = {}
+
+
+def record_budget(original, configurator, available_bytes, page_size):
+    """Remembers the byte budget SGLang divided by the cost of a token."""
+    config = original(configurator, available_bytes, page_size)
+    _budget.update(
+        available_bytes=int(available_bytes),
+        page_size=int(page_size),
+        bytes_per_token=int(configurator._cell_size),
+        tokens=int(config.max_total_num_tokens),
+    )
+    return config
+
+
+def _pool_report(pool):
+    k_bytes, v_bytes = pool.get_kv_size_bytes()
+    return {
+        "class": f"{type(pool).__module__}.{type(pool).__name__}",
+        "dtype": str(pool.dtype).removeprefix("torch."),
+        "layers": pool.layer_num,
+        "kv_heads": pool.head_num,
+        "head_dim": pool.head_dim,
+        "bytes_per_token": getattr(pool, "bytes_per_token", None),
+        "slots": pool.size + pool.page_size,
+        "allocated_bytes": int(k_bytes + v_bytes),
+    }
+
+
+def _backend_report(runner):
+    backend = runner.attn_backend
+    backend = getattr(backend, "full_attn_backend", backend)
+    return f"{type(backend).__module__}.{type(backend).__name__}"
+
+
+def report(scheduler):
+    """A JSON-able description of the pools, recipe and backends that ``scheduler`` serves with.
+
+    Keys: version, target, draft (None without a drafter), budget (the sizing that chose the number
+    of tokens), max_total_num_tokens. Bytes are bytes on this GPU.
+    """
+    from sglang_fp4kv.pool import find_packed_pool
+
+    runner = scheduler.tp_worker.model_runner
+    target = {
+        **_pool_report(find_packed_pool(runner.token_to_kv_pool) or runner.token_to_kv_pool),
+        "backend": _backend_report(runner),
+    }
+    packed = find_packed_pool(runner.token_to_kv_pool)
+    if packed is not None:
+        method = packed.quant_method
+        target["recipe"] = f"{type(method).__module__}.{type(method).__name__}"
+        target["global_scales"] = {
+            "source": method.scales.source,
+            "k": [method.scales.k[i] for i in packed.model_layer_ids],
+            "v": [method.scales.v[i] for i in packed.model_layer_ids],
+        }
+        target["workspace_bytes"] = sum(
+            b.numel() * b.element_size()
+            for b in (packed.dq_k_buffer, packed.dq_v_buffer)
+            if b is not None
+        )
+    draft_runner = _draft_runner(scheduler)
+    draft = None
+    if draft_runner is not None:
+        draft = {
+            **_pool_report(draft_runner.token_to_kv_pool),
+            "backend": _backend_report(draft_runner),
+        }
+    return {
+        "version": __version__,
+        "target": target,
+        "draft": draft,
+        "budget": dict(_budget),
+        "max_total_num_tokens": scheduler.max_total_num_tokens,
+    }
+
+
+def _draft_runner(scheduler):
+    return getattr(getattr(scheduler, "draft_worker", None), "draft_model_runner", None)
+
+
+def require_active(scheduler):
+    """Checks that NVFP4 KV is served by our pool, recipe and backend, and the draft by its own pool.
+
+    Called by patches/require-active-in-the-scheduler.patch once the pools exist.
+    Raises: RuntimeError naming everything that is not as it must be.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    from sglang_fp4kv.integration import is_active
+
+    if not is_active():
+        raise RuntimeError(
+            "fp4kv is installed but its SGLang plugin did not activate in the scheduler process; "
+            "its failure is in the log above ('Failed to ... general plugin')"
+        )
+    from sglang_fp4kv.draft_pool import DraftTokenToKVPool
+    from sglang_fp4kv.pool import find_packed_pool
+    from sglang_fp4kv.resolution import uses_packed_read
+
+    if not uses_packed_read(resolved_view(scheduler.server_args)):
+        return
+    runner = scheduler.tp_worker.model_runner
+    packed = find_packed_pool(runner.token_to_kv_pool)
+    problems = []
+    if packed is None:
+        problems.append(f"the target's pool is {type(runner.token_to_kv_pool).__name__}")
+    else:
+        expected = formats.bytes_per_token(packed.head_dim, packed.head_num, packed.layer_num)
+        allocated = sum(packed.get_kv_size_bytes())
+        if allocated != expected * (packed.size + packed.page_size):
+            problems.append(
+                f"the target's pool allocated {allocated} bytes for "
+                f"{packed.size + packed.page_size} slots of {expected} bytes"
+            )
+    if not _backend_report(runner).startswith("sglang_fp4kv."):
+        problems.append(f"the target's attention backend is {_backend_report(runner)}")
+    draft_runner = _draft_runner(scheduler)
+    if draft_runner is not None:
+        pool = draft_runner.token_to_kv_pool
+        if not isinstance(pool, DraftTokenToKVPool):
+            problems.append(f"the drafter's pool is {type(pool).__name__}")
+        if getattr(pool, "dtype", None) == getattr(torch, "float4_e2m1fn_x2", object()):
+            problems.append("the drafter's pool is FP4")
+    if problems:
+        raise RuntimeError("fp4kv does not serve as asked: " + "; ".join(problems))
+    logger.info("fp4kv: %s", report(scheduler))
+
+
+def add_report(output, controller, recv_req):
+    """Adds the report to the scheduler's answer to GET /server_info."""
+    output.internal_state["fp4kv"] = report(controller.scheduler)
+    return output

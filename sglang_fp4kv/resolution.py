@@ -1,0 +1,122 @@
+"""How ``--kv-cache-dtype nvfp4 --attention-backend triton`` resolves inside SGLang.
+
+Two steps of SGLang 0.5.23's argument pipeline are wrapped (srt/arg_groups/resolution_hooks.py).
+Every combination other than NVFP4 on Triton goes to the step that was there before.
+"""
+
+import logging
+
+from sglang.srt.arg_groups.overrides import (
+    declare_resolution,
+    model_config_of,
+    resolved_view,
+    resolving_view,
+    use_mla_backend,
+)
+
+from sglang_fp4kv import formats
+from sglang_fp4kv.recipe import BACKEND
+
+logger = logging.getLogger(__name__)
+
+DRAFT_DTYPE_DEFAULT = "fp8_e4m3"
+DRAFT_DTYPES = ("fp8_e4m3", "bf16", "bfloat16")
+PROVEN_DRAFTERS = ("DFLASH",)
+
+
+def uses_packed_read(cfg):
+    """Whether ``cfg`` asks for NVFP4 KV read by Triton in every phase.
+
+    Raises: ValueError when only one of prefill and decode is Triton.
+    """
+    if cfg.kv_cache_dtype != "nvfp4":
+        return False
+    prefill = cfg.prefill_attention_backend or cfg.attention_backend
+    decode = cfg.decode_attention_backend or cfg.attention_backend
+    if BACKEND not in (prefill, decode):
+        return False
+    if prefill != decode:
+        raise ValueError(
+            "NVFP4 KV on Triton needs one backend for prefill and decode, got "
+            f"prefill {prefill!r} and decode {decode!r}; pass --attention-backend triton alone"
+        )
+    return True
+
+
+def resolve_prefill_dequant(server_args, previous):
+    """Step ``handle_nvfp4_prefill_kv_dequant_dtype``: Triton needs no dequantized workspace."""
+    cfg = resolving_view(server_args)
+    if not uses_packed_read(cfg):
+        previous(server_args)
+        return
+    if cfg.prefill_kv_cache_dequant_dtype != "auto":
+        raise ValueError(
+            f"--prefill-kv-cache-dequant-dtype={cfg.prefill_kv_cache_dequant_dtype} has no meaning "
+            "with NVFP4 KV on Triton, which reads packed bytes; remove the flag"
+        )
+
+
+def unproven(server_args):
+    """Sentences naming what is asked for and not served together with packed NVFP4 KV."""
+    cfg = resolving_view(server_args)
+    if use_mla_backend(server_args):
+        return ["an MLA model"]
+    model = model_config_of(server_args)
+    drafter = cfg.speculative_algorithm.upper() if cfg.speculative_algorithm else None
+    head_dim, v_head_dim = model.head_dim, model.v_head_dim
+    asked = {
+        "--enable-unified-memory": cfg.enable_unified_memory,
+        "--enable-page-major-kv-layout": cfg.enable_page_major_kv_layout,
+        f"PD disaggregation (--disaggregation-mode {cfg.disaggregation_mode})": (
+            cfg.disaggregation_mode != "null"
+        ),
+        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        "--enable-lmcache": cfg.enable_lmcache,
+        "--enable-flexkv": cfg.enable_flexkv or cfg.radix_cache_backend == "flexkv",
+        "--enable-unified-cache-external-linker": cfg.enable_unified_cache_external_linker,
+        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
+        "--enable-hisparse": cfg.enable_hisparse,
+        f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
+        "--enable-deterministic-inference": cfg.enable_deterministic_inference,
+        f"--speculative-algorithm {drafter}": drafter is not None
+        and drafter not in PROVEN_DRAFTERS,
+        f"DFLASH on a {model.dtype} target": drafter == "DFLASH"
+        and str(model.dtype) == "torch.float16",
+        "a sliding-window KV pool": model.is_hybrid_swa,
+        f"head_dim {head_dim}, which is not a multiple of {formats.BLOCK_SIZE}": (
+            head_dim % formats.BLOCK_SIZE != 0
+        ),
+        f"K and V of different width (head_dim {head_dim}, v_head_dim {v_head_dim})": (
+            head_dim != v_head_dim
+        ),
+    }
+    return [what for what, present in asked.items() if present]
+
+
+def resolve_kv4(server_args, previous):
+    """Step ``handle_kv4_compatibility``: what packed NVFP4 KV serves, and the drafter's dtype.
+
+    Raises: ValueError naming everything that is asked for and not served.
+    """
+    cfg = resolving_view(server_args)
+    if not uses_packed_read(resolved_view(server_args)):
+        previous(server_args)
+        return
+    refused = unproven(server_args)
+    if refused:
+        raise ValueError("NVFP4 KV on Triton does not serve " + "; nor ".join(refused))
+    if cfg.speculative_algorithm is None:
+        return
+    dtype = cfg.speculative_draft_kv_cache_dtype
+    if dtype is None:
+        declare_resolution(
+            server_args,
+            "fp4kv",
+            speculative_draft_kv_cache_dtype=DRAFT_DTYPE_DEFAULT,
+        )
+        logger.info("fp4kv: the drafter's KV dtype was left out; it is %s", DRAFT_DTYPE_DEFAULT)
+    elif dtype not in DRAFT_DTYPES:
+        raise ValueError(
+            f"--speculative-draft-kv-cache-dtype={dtype} next to NVFP4 KV must be one of "
+            f"{', '.join(DRAFT_DTYPES)}"
+        )

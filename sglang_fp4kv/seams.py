@@ -1,0 +1,89 @@
+"""The places in SGLang 0.5.23 this kit leans on, checked by name and signature at start.
+
+A seam is private unless SGLang documents it as an extension point, so a changed release must be
+noticed before a pool is built, not after a wrong answer.
+"""
+
+import inspect
+import pkgutil
+from importlib.metadata import version
+
+RELEASE = "0.5.23"
+
+# Dotted path: parameter names in order. None: a class or value whose presence is enough.
+SEAMS = {
+    "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": ("name",),
+    "sglang.srt.arg_groups.kv_cache_hook.handle_nvfp4_prefill_kv_dequant_dtype": ("server_args",),
+    "sglang.srt.arg_groups.kv_cache_hook.handle_kv4_compatibility": ("server_args",),
+    "sglang.srt.layers.attention.attention_registry.create_triton_backend": ("runner",),
+    "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS": None,
+    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.forward_extend": (
+        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks", "score_mod",
+        "aux_tensors",
+    ),
+    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.forward_decode": (
+        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks", "score_mod",
+        "aux_tensors",
+    ),
+    "sglang.srt.layers.attention.triton_backend.logit_capping_mod": (
+        "logit_capping_method", "logit_cap",
+    ),
+    "sglang.srt.layers.quantization.fp4_kv_cache_quant_method.KV_CACHE_QUANT_REGISTRY": None,
+    "sglang.srt.layers.quantization.fp4_kv_cache_quant_method.NVFP4KVCacheMethod.compute_cell_size":
+        ("self", "head_num", "head_dim", "num_layers", "kv_size"),
+    "sglang.srt.layers.quantization.fp4_kv_cache_quant_method.NVFP4KVCacheMethod.create_buffers":
+        ("self", "size", "head_num", "head_dim", "layer_num", "device"),
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class": (
+        "self", "kind", "default",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (
+        "self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale",
+        "layer_id_override", "dcp_kv_mask",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer_prefix_valid": (
+        "self", "layer", "loc_2d", "commit_lens", "cache_k", "cache_v", "k_scale", "v_scale",
+        "layer_id_override",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_cpu_copy": (
+        "self", "indices", "mamba_indices", "req_pool_index",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.load_cpu_copy": (
+        "self", "kv_cache_cpu", "indices", "mamba_indices", "req_pool_index",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": ("self",),
+    "sglang.srt.mem_cache.memory_pool.unwrap_write_loc": ("loc_info",),
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": (
+        "self", "available_bytes", "page_size",
+    ),
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    ".get_internal_state": ("self", "recv_req"),
+    "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy": ("attn_backend",),
+}
+
+
+def check_release(release=RELEASE):
+    """Raises: RuntimeError when the installed SGLang is not ``release``."""
+    installed = version("sglang")
+    if installed != release:
+        raise RuntimeError(f"fp4kv is made for sglang {release}, but {installed} is installed")
+
+
+def check_seams(seams=SEAMS):
+    """Compares every seam with the installed SGLang; imports the modules they are in.
+
+    Raises: RuntimeError listing each seam that is missing or has other parameters.
+    """
+    problems = []
+    for path, expected in seams.items():
+        try:
+            target = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{path}: {error}")
+            continue
+        if expected is None:
+            continue
+        found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
+        if found != expected:
+            problems.append(f"{path}: parameters are {found}, {expected} expected")
+    if problems:
+        raise RuntimeError("SGLang does not have the seams fp4kv needs: " + "; ".join(problems))

@@ -1,0 +1,106 @@
+"""Global scales read from models and checkpoints."""
+
+import json
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
+from sglang_fp4kv.scales import layers_with_scales, read_global_scales, scale_value
+
+
+def layer(layer_id, k=None, v=None):
+    return SimpleNamespace(layer_id=layer_id, k_scale=k, v_scale=v)
+
+
+def write_header(folder, names):
+    header = json.dumps(
+        {n: {"dtype": "F32", "shape": [], "data_offsets": [0, 4]} for n in names}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        0.25,
+        torch.tensor(0.25),
+        torch.tensor([0.25]),
+        torch.nn.Parameter(torch.tensor(0.25), requires_grad=False),
+    ],
+)
+def test_every_form_of_a_scale_is_the_same_number(raw):
+    assert scale_value(raw, 0, "k") == 0.25
+
+
+@pytest.mark.parametrize("raw", [None, 1.0, torch.tensor(1.0)])
+def test_one_is_how_sglang_says_absent(raw):
+    assert scale_value(raw, 0, "k") is None
+
+
+@pytest.mark.parametrize("raw", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_unusable_scale_is_refused_with_its_value(raw):
+    with pytest.raises(ValueError, match=f"layer 3: v_scale must be finite and above zero, got {raw}"):
+        scale_value(raw, 3, "v")
+
+
+def test_a_scale_per_head_is_refused():
+    with pytest.raises(ValueError, match="layer 0: k_scale has 2 elements"):
+        scale_value(torch.ones(2), 0, "k")
+
+
+def test_without_scales_each_side_has_its_default():
+    scales = read_global_scales([layer(0), layer(5)])
+    assert scales.source == "default"
+    assert scales.k == {0: DEFAULT_K_GLOBAL_SCALE, 5: DEFAULT_K_GLOBAL_SCALE}
+    assert scales.v == {0: DEFAULT_V_GLOBAL_SCALE, 5: DEFAULT_V_GLOBAL_SCALE}
+
+
+def test_a_checkpoint_scale_is_taken_as_it_is():
+    scales = read_global_scales([layer(0, 0.01, 0.02), layer(1, 0.03, 0.04)])
+    assert (scales.source, scales.k, scales.v) == ("checkpoint", {0: 0.01, 1: 0.03}, {0: 0.02, 1: 0.04})
+
+
+def test_one_side_alone_is_refused():
+    with pytest.raises(ValueError, match=r"K or V alone on layers \[0\]"):
+        read_global_scales([layer(0, 0.5, None)])
+
+
+def test_scales_on_some_layers_only_are_refused():
+    with pytest.raises(ValueError, match=r"missing on layers \[1\]"):
+        read_global_scales([layer(0, 0.5, 0.5), layer(1)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.7.self_attn.k_proj.k_scale",
+        "model.layers.7.self_attn.v_scale",
+        "model.layers.7.self_attn.attn.k_scale",
+        "model.layers.7.self_attn.kv_scale",
+        "language_model.model.layers.7.self_attn.k_proj.output_scale",
+    ],
+)
+def test_scale_names_of_checkpoints_are_known(tmp_path, name):
+    write_header(tmp_path, [name, "model.layers.7.self_attn.k_proj.weight_scale", "lm_head.weight"])
+    assert layers_with_scales(tmp_path) == {7}
+
+
+def test_an_index_is_read_before_the_files(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.layers.2.self_attn.k_scale": "a.safetensors"}})
+    )
+    assert layers_with_scales(tmp_path) == {2}
+
+
+def test_a_scale_that_does_not_arrive_stops_the_launch(tmp_path):
+    write_header(tmp_path, ["model.layers.1.self_attn.k_scale", "model.layers.1.self_attn.v_scale"])
+    with pytest.raises(ValueError, match=r"has KV scales for layers \[1\], but none arrived"):
+        read_global_scales([layer(0), layer(1)], tmp_path)
+
+
+def test_weight_scales_are_not_kv_scales(tmp_path):
+    write_header(tmp_path, ["model.layers.0.mlp.up_proj.weight_scale"])
+    assert layers_with_scales(tmp_path) == set()

@@ -1,0 +1,75 @@
+"""SGLang's own command line, parsed without importing SGLang.
+
+The table beside this file is exported from the pinned release (launcher/flags_export.py).
+"""
+
+import argparse
+import difflib
+import json
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("sglang_flags.json")
+
+# SGLang's parser refuses these by their spelling; the rules say why and what to do instead.
+_JUDGED_CHOICES = {"--speculative-draft-kv-cache-dtype": ["nvfp4", "fp4_mx_block16"]}
+
+
+class UsageError(Exception):
+    """A flag, value or path that cannot be meant; its text is one sentence that names it."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(message)
+
+
+def load_table():
+    """The exported table: {"sglang": release, "options": [...]}."""
+    return json.loads(TABLE.read_text())
+
+
+def _add(parser, option):
+    names = option["names"]
+    kwargs = {"default": option.get("default")}
+    if "dest" in option:
+        kwargs["dest"] = option["dest"]
+    if option["kind"] == "optional_bool":
+        # argparse derives --no-x from --x itself.
+        names = [n for n in names if not n.startswith("--no-")]
+        kwargs["action"] = argparse.BooleanOptionalAction
+    elif option["kind"] == "switch":
+        kwargs["action"] = "store_true"
+    else:
+        kwargs["nargs"] = option.get("nargs")
+        kwargs["choices"] = option.get("choices") and [
+            *option["choices"],
+            *_JUDGED_CHOICES.get(names[0], ()),
+        ]
+        kwargs["type"] = {"int": int, "float": float}.get(option.get("type"), str)
+        kwargs["required"] = option.get("required", False)
+    parser.add_argument(*names, **kwargs)
+
+
+def parse(argv):
+    """SGLang's flags as a namespace with SGLang's field names and defaults.
+
+    Raises: UsageError for an unknown flag (with the nearest spelling), a value outside the
+    choices, a missing value or a missing --model-path.
+    """
+    parser = _Parser(prog="fp4kv serve --", add_help=False)
+    names = []
+    for option in load_table()["options"]:
+        names.extend(option["names"])
+        _add(parser, option)
+    if "--config" in argv or any(a.startswith("--config=") for a in argv):
+        raise UsageError("--config is not read here; write its flags on the command line")
+    known, rest = parser.parse_known_args(argv)
+    if rest:
+        flag = rest[0].split("=", 1)[0]
+        near = difflib.get_close_matches(flag, names, n=1)
+        raise UsageError(
+            f"unknown flag {flag!r}" + (f"; nearest is {near[0]}" if near else "")
+            if flag.startswith("-")
+            else f"unexpected argument {flag!r}"
+        )
+    return known

@@ -1,0 +1,179 @@
+"""Quantize the accepted prefix of each request's block of K and V into an NVFP4 pool.
+
+A DFlash verify step computes K and V for a whole block of every request and learns afterwards, on
+the device, how many rows count. The entries here take what SGLang's set_kv_buffer_prefix_valid
+takes and write rows 0 .. commit_lens[i] - 1 of request i's block; nothing else changes.
+commit_prefix_plain, for FP8 and 16-bit pools, is in the module of that name.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_fp4kv.formats import BLOCK_SIZE, check_global_scale
+from sglang_fp4kv.kernels.commit_prefix_plain import commit_prefix_plain
+from sglang_fp4kv.kernels.prefix_rows import check_block, row_slot
+from sglang_fp4kv.kernels.store_nvfp4 import (
+    BLOCKS_PER_PROGRAM,
+    NUM_WARPS,
+    check_same_device,
+    check_sources,
+    encode_and_store,
+    pool_views,
+)
+
+__all__ = ["commit_prefix_nvfp4", "commit_prefix_plain"]
+
+
+@triton.jit
+def _commit_prefix_nvfp4_kernel(
+    k_ptr,
+    v_ptr,
+    loc_ptr,
+    commit_lens_ptr,
+    k_words_ptr,
+    v_words_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    total_blocks,
+    num_slots,
+    k_global_scale,
+    v_global_scale,
+    loc_request_stride,
+    loc_row_stride,
+    commit_lens_stride,
+    block_rows,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    k_words_stride,
+    v_words_stride,
+    k_scales_stride,
+    v_scales_stride,
+    HEADS: tl.constexpr,
+    BLOCKS_PER_ROW: tl.constexpr,
+    BLOCKS_PER_PROGRAM: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
+    token = (index // (HEADS * BLOCKS_PER_ROW)).to(tl.int64)
+    in_slot = index % (HEADS * BLOCKS_PER_ROW)
+    head = (in_slot // BLOCKS_PER_ROW).to(tl.int64)
+    in_row = in_slot % BLOCKS_PER_ROW * 16
+    slot, live = row_slot(
+        token,
+        index < total_blocks,
+        loc_ptr,
+        commit_lens_ptr,
+        loc_request_stride,
+        loc_row_stride,
+        commit_lens_stride,
+        block_rows,
+        num_slots,
+    )
+    encode_and_store(
+        k_ptr,
+        token * k_token_stride + head * k_head_stride + in_row,
+        k_words_ptr,
+        slot * k_words_stride + in_slot * 2,
+        k_scales_ptr,
+        slot * k_scales_stride + in_slot,
+        live,
+        k_global_scale,
+    )
+    encode_and_store(
+        v_ptr,
+        token * v_token_stride + head * v_head_stride + in_row,
+        v_words_ptr,
+        slot * v_words_stride + in_slot * 2,
+        v_scales_ptr,
+        slot * v_scales_stride + in_slot,
+        live,
+        v_global_scale,
+    )
+
+
+def commit_prefix_nvfp4(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc_2d: torch.Tensor,
+    commit_lens: torch.Tensor,
+    k_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    k_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    k_global_scale: float,
+    v_global_scale: float,
+) -> None:
+    """Quantize and write the first commit_lens[i] rows of request i; changes codes and scales.
+
+    Sizes: B requests, N rows a block, H KV heads, D head dim, S slots
+      k, v         [B*N, H, D]    bf16 | fp16 | fp32   any strides, last dim contiguous; unchanged
+      loc_2d       [B, N]         int64 | int32        skipped when below 0 or not below S
+      commit_lens  [B]            int32 | int64        above N counts as N, below 0 as 0
+      *_codes      [S, H, D//2]   uint8                out; slots contiguous, 4-byte aligned; low nibble = even
+      *_scales     [S, H, D//16]  uint8 | float8_e4m3  out; slots contiguous; unitless
+      *_global_scale              float                a constant of a captured CUDA graph
+    Numerics: as codec.encode
+    Runs on: any GPU that Triton supports, sm_80 or newer; CUDA-graph safe yes; allocates no
+    Raises: ValueError for a wrong shape, dtype, stride, device or global scale; the message names it
+    Reference: codec.encode, bit-exact
+    Source: contract of MHATokenToKVPool.set_kv_buffer_prefix_valid, srt/mem_cache/memory_pool.py
+      @ 0.5.23
+    """
+    check_sources(k, v)
+    tokens, heads, head_dim = k.shape
+    check_block(loc_2d, commit_lens, tokens)
+    k_words, k_scales = pool_views("k", k_codes, k_scales, heads, head_dim)
+    v_words, v_scales = pool_views("v", v_codes, v_scales, heads, head_dim)
+    if k_codes.shape != v_codes.shape:
+        raise ValueError(
+            f"k_codes and v_codes must have one shape, got {tuple(k_codes.shape)} "
+            f"and {tuple(v_codes.shape)}"
+        )
+    check_same_device(
+        k,
+        v=v,
+        loc_2d=loc_2d,
+        commit_lens=commit_lens,
+        k_codes=k_codes,
+        v_codes=v_codes,
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+    k_global_scale = check_global_scale(k_global_scale)
+    v_global_scale = check_global_scale(v_global_scale)
+    blocks_per_row = head_dim // BLOCK_SIZE
+    total_blocks = tokens * heads * blocks_per_row
+    if total_blocks == 0 or k_codes.numel() == 0:
+        return
+    blocks_per_program = min(
+        BLOCKS_PER_PROGRAM, triton.next_power_of_2(total_blocks)
+    )
+    _commit_prefix_nvfp4_kernel[(triton.cdiv(total_blocks, blocks_per_program),)](
+        k,
+        v,
+        loc_2d,
+        commit_lens,
+        k_words,
+        v_words,
+        k_scales,
+        v_scales,
+        total_blocks,
+        k_codes.shape[0],
+        k_global_scale,
+        v_global_scale,
+        *loc_2d.stride(),
+        commit_lens.stride(0),
+        loc_2d.shape[1],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        k_words.stride(0),
+        v_words.stride(0),
+        k_scales.stride(0),
+        v_scales.stride(0),
+        HEADS=heads,
+        BLOCKS_PER_ROW=blocks_per_row,
+        BLOCKS_PER_PROGRAM=blocks_per_program,
+        num_warps=NUM_WARPS,
+    )

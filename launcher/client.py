@@ -33,9 +33,11 @@ def _answer(response):
     return response.json()
 
 
-def server_info(url, *, headers=None, timeout_s=60):
+def server_info(url, *, headers=None, timeout_s=60, verify=True):
     """The server's GET /server_info as a dict."""
-    return _answer(requests.get(f"{url}/server_info", headers=headers, timeout=timeout_s))
+    return _answer(
+        requests.get(f"{url}/server_info", headers=headers, timeout=timeout_s, verify=verify)
+    )
 
 
 def fp4kv_report(info):

@@ -11,12 +11,30 @@ from sglang_fp4kv.seams import check_release, check_seams
 
 logger = logging.getLogger(__name__)
 
+POOL_CLASS = (
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
+)
+POOL_SIZES = (
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
+)
+INTERNAL_STATE = (
+    "sglang.srt.managers.scheduler_components.internal_state"
+    ".SchedulerInternalStateController.get_internal_state"
+)
+
 _active = False
 
 
-def is_active():
-    """Whether :func:`activate` has run to its end in this process."""
-    return _active
+def inactive_parts():
+    """What of :func:`activate` did not take effect in this process; empty when all of it did.
+
+    SGLang applies the registered hooks after the plugins ran and logs those that fail.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if not _active:
+        return ["the plugin"]
+    return [t for t in (POOL_CLASS, POOL_SIZES, INTERNAL_STATE) if t not in HookRegistry._patched]
 
 
 def activate():
@@ -41,26 +59,9 @@ def activate():
         resolution.resolve_prefill_dequant
     )
     register_resolution_hook("handle_kv4_compatibility")(resolution.resolve_kv4)
-    for target, hook, kind in (
-        (
-            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class",
-            _pool_class,
-            HookType.AROUND,
-        ),
-        (
-            "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-            ".calculate_pool_sizes",
-            proof.record_budget,
-            HookType.AROUND,
-        ),
-        (
-            "sglang.srt.managers.scheduler_components.internal_state"
-            ".SchedulerInternalStateController.get_internal_state",
-            proof.add_report,
-            HookType.AFTER,
-        ),
-    ):
-        HookRegistry.register(target, hook, kind)
+    HookRegistry.register(POOL_CLASS, _pool_class, HookType.AROUND)
+    HookRegistry.register(POOL_SIZES, proof.record_budget, HookType.AROUND)
+    HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
     _wrap_triton_backend()
     _active = True
     logger.info("fp4kv: active (NVFP4 KV for the Triton backend, FP8 or BF16 KV for its drafter)")

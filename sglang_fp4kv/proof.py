@@ -102,12 +102,13 @@ def require_active(scheduler):
     """
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    from sglang_fp4kv.integration import is_active
+    from sglang_fp4kv.integration import inactive_parts
 
-    if not is_active():
+    inactive = inactive_parts()
+    if inactive:
         raise RuntimeError(
-            "fp4kv is installed but its SGLang plugin did not activate in the scheduler process; "
-            "its failure is in the log above ('Failed to ... general plugin')"
+            "fp4kv is installed but not active in the scheduler process: "
+            f"{', '.join(inactive)}; SGLang logged the failure above ('Failed to ...')"
         )
     from sglang_fp4kv.draft_pool import DraftTokenToKVPool
     from sglang_fp4kv.pool import find_packed_pool

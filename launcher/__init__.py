@@ -1,0 +1,1 @@
+"""What runs before and beside the server; imports neither torch nor SGLang."""

@@ -124,48 +124,54 @@ class TritonAttnBackend(stock.TritonAttnBackend):
         else:
             slots = unwrap_write_loc(KVWriteLoc.for_batch(forward_batch))[0]
 
-        meta = self.forward_metadata
         rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out_rows = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-        masks = {
+        meta = self.forward_metadata
+        options |= {
             "custom_mask": meta.custom_mask,
             "mask_indptr": meta.mask_indptr,
             "sliding_window_size": layer.sliding_window_size if windowed else -1,
             "window_kv_offsets": meta.window_kv_offsets if windowed else None,
         }
         if forward_batch.forward_mode.is_target_verify():
-            attention_nvfp4(
-                rows,
-                pool.k_codes,
-                pool.k_scales,
-                pool.v_codes,
-                pool.v_scales,
-                out_rows,
-                kv_indptr,
-                kv_indices,
-                q_per_req=meta.max_extend_len,
-                block_slots=slots,
-                **masks,
-                **options,
-            )
+            self._attend_block(rows, k, v, out_rows, pool, kv_indptr, kv_indices, slots, options)
         else:
-            extend_nvfp4(
-                rows,
-                k,
-                v,
-                out_rows,
-                pool.k_codes,
-                pool.k_scales,
-                pool.v_codes,
-                pool.v_scales,
-                meta.qo_indptr,
-                kv_indptr,
-                kv_indices,
-                max_extend_len=meta.max_extend_len,
-                **masks,
-                **options,
-            )
+            self._attend_chunk(rows, k, v, out_rows, pool, kv_indptr, kv_indices, slots, options)
         return out
+
+    def _attend_block(self, q, k, v, out, pool, kv_indptr, kv_indices, slots, options):
+        """Verify: prefix and draft block alike come from the pool; ``k`` and ``v`` are not read."""
+        attention_nvfp4(
+            q,
+            pool.k_codes,
+            pool.k_scales,
+            pool.v_codes,
+            pool.v_scales,
+            out,
+            kv_indptr,
+            kv_indices,
+            q_per_req=self.forward_metadata.max_extend_len,
+            block_slots=slots,
+            **options,
+        )
+
+    def _attend_chunk(self, q, k, v, out, pool, kv_indptr, kv_indices, slots, options):
+        """Prefill: the prefix comes from the pool, the chunk is ``k`` and ``v`` as computed."""
+        extend_nvfp4(
+            q,
+            k,
+            v,
+            out,
+            pool.k_codes,
+            pool.k_scales,
+            pool.v_codes,
+            pool.v_scales,
+            self.forward_metadata.qo_indptr,
+            kv_indptr,
+            kv_indices,
+            max_extend_len=self.forward_metadata.max_extend_len,
+            **options,
+        )
 
     def forward_decode(
         self,

@@ -1,0 +1,76 @@
+"""A SGLang plugin for tests: an oracle drafter, its negative control, and a fixed KV budget.
+
+FP4KV_ORACLE names a JSON file: a list of {"prompt": ids, "output": ids}. For a request with such a
+prompt the drafter's tokens are replaced by the recorded ones, so that every draft is right and the
+accept length is at its maximum. The draft model still runs and still writes its own pool.
+
+FP4KV_BLOCK_IN_BF16=1 is the negative control: verify then reads the block's own K and V as computed
+instead of back from the pool.
+
+FP4KV_KV_BUDGET_BYTES=n gives SGLang's sizing n bytes for KV, whatever the machine has free.
+
+FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
+among them, while the arguments still resolve in the first one.
+"""
+
+import json
+import multiprocessing
+import os
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+
+
+def activate():
+    recorded = os.environ.get("FP4KV_ORACLE")
+    if recorded:
+        with open(recorded) as file:
+            answers = {tuple(a["prompt"]): a["prompt"] + a["output"] for a in json.load(file)}
+        oracle = Oracle(answers)
+        for name, hook, kind in (
+            ("forward_batch_generation", oracle.note_batch, HookType.AROUND),
+            ("_greedy_sample_from_vocab_parallel_head", oracle.propose, HookType.AROUND),
+            # Keeps the draft head out of the CUDA graph, so that propose is called there too.
+            ("_maybe_build_draft_sampler", lambda worker: None, HookType.REPLACE),
+        ):
+            HookRegistry.register(f"{WORKER}.{name}", hook, kind)
+    budget = os.environ.get("FP4KV_KV_BUDGET_BYTES")
+    if budget:
+        HookRegistry.register(BUDGET, lambda *_: int(budget), HookType.REPLACE)
+    if os.environ.get("FP4KV_BLOCK_IN_BF16") == "1":
+        from sglang_fp4kv.attention import TritonAttnBackend
+
+        TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
+    if os.environ.get("FP4KV_BREAK_IN_CHILDREN") == "1" and multiprocessing.parent_process():
+        from sglang_fp4kv import integration
+
+        def fail():
+            raise RuntimeError("broken by the test plugin")
+
+        integration.check_release = fail
+
+
+class Oracle:
+    """``answers``: the whole token sequence of a request by its prompt."""
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.requests = []
+
+    def note_batch(self, original, worker, batch, *args, **kwargs):
+        self.requests = list(batch.reqs)
+        return original(worker, batch, *args, **kwargs)
+
+    def propose(self, original, worker, *args, **kwargs):
+        drafts = original(worker, *args, **kwargs)
+        rows = drafts.view(len(self.requests), -1)
+        anchors = worker._draft_block_positions_buf[: len(rows), 0].tolist()
+        for row, anchor, request in zip(rows, anchors, self.requests, strict=True):
+            sequence = self.answers.get(tuple(request.origin_input_ids))
+            if sequence is None:
+                continue
+            known = sequence[anchor + 1 : anchor + 1 + len(row)]
+            row[: len(known)] = drafts.new_tensor(known)
+        return drafts

@@ -1,0 +1,183 @@
+"""NVFP4 KV with and without the drafter on the real server: equal answers, true bytes, proof."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.client import fp4kv_report, generate, server_info
+from launcher.demo import PAIR, load_prompts
+from launcher.equality import CPU_BOUND, compare
+from launcher.process import ServerFailed
+from sglang_fp4kv import formats
+from tests.e2e.server import embedded_server
+
+pytestmark = pytest.mark.e2e
+
+PLUGIN = Path(__file__).parent / "plugin"
+NVFP4 = ("--kv-cache-dtype", "nvfp4")
+DRAFTED = (
+    *NVFP4, "--speculative-algorithm", "DFLASH",
+    "--speculative-draft-model-path", str(PAIR / "draft"),
+)  # fmt: skip
+BUDGET_BYTES = 20_000_000
+BLOCK = 8
+
+
+def serve(tmp_path, name, *flags, **env):
+    """A server of the shipped target with the test plugin; ``env`` steers the plugin."""
+    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    return embedded_server(
+        PAIR / "target", *flags, log=tmp_path / f"{name}.log", env={"PYTHONPATH": path, **env}
+    )
+
+
+def config(side):
+    return json.loads((PAIR / side / "config.json").read_text())
+
+
+def cell(side):
+    c = config(side)
+    return c["head_dim"], c["num_key_value_heads"], c["num_hidden_layers"]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("nvfp4")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return load_prompts(PAIR / "prompts.json", PAIR / "target")
+
+
+@pytest.fixture(scope="module")
+def undrafted(scratch, prompts):
+    """The undrafted answers, the report, and the tokens SGLang sized."""
+    flags = (*NVFP4, "--max-total-tokens", "100000000")
+    with serve(scratch, "undrafted", *flags, FP4KV_KV_BUDGET_BYTES=str(BUDGET_BYTES)) as server:
+        answers = [
+            generate(server.url, p["input_ids"], p["max_new_tokens"], top_two=True) for p in prompts
+        ]
+        return answers, fp4kv_report(server_info(server.url))
+
+
+@pytest.fixture(scope="module")
+def drafted(scratch, prompts):
+    flags = (*DRAFTED, "--max-total-tokens", "100000000")
+    with serve(scratch, "drafted", *flags, FP4KV_KV_BUDGET_BYTES=str(BUDGET_BYTES)) as server:
+        answers = [generate(server.url, p["input_ids"], p["max_new_tokens"]) for p in prompts]
+        again = generate(server.url, prompts[0]["input_ids"], prompts[0]["max_new_tokens"])
+        return answers, again, fp4kv_report(server_info(server.url))
+
+
+def differing(reference, candidates, prompts):
+    return [
+        p["name"]
+        for p, a, b in zip(prompts, reference, candidates, strict=True)
+        if not compare(a.tokens, b.tokens, a.gaps, CPU_BOUND).passed
+    ]
+
+
+def test_drafted_answers_are_the_undrafted_ones(undrafted, drafted, prompts):
+    assert differing(undrafted[0], drafted[0], prompts) == []
+
+
+def test_the_answers_are_right(undrafted, prompts):
+    for prompt, answer in zip(prompts, undrafted[0], strict=True):
+        assert prompt["expect"] in answer.text, prompt["name"]
+
+
+def test_verify_accepts_real_drafts(drafted):
+    lengths = [a.accept_length for a in drafted[0]]
+    assert sum(lengths) / len(lengths) >= 2.5, lengths
+
+
+def test_a_repeated_prompt_hits_the_cache_and_repeats_its_answer(drafted):
+    answers, again, _ = drafted
+    assert again.cached_tokens > 0
+    assert again.text == answers[0].text
+
+
+def test_tokens_are_sized_from_true_bytes_without_a_drafter(undrafted):
+    report = undrafted[1]
+    per_token = formats.bytes_per_token(*cell("target"))
+    assert report["target"]["bytes_per_token"] == per_token
+    assert report["max_total_num_tokens"] == BUDGET_BYTES // per_token
+    assert report["draft"] is None
+    assert report["target"]["workspace_bytes"] == 0
+    target = report["target"]
+    assert target["allocated_bytes"] == per_token * target["slots"]
+
+
+def test_tokens_are_sized_from_both_pools_with_a_drafter(drafted):
+    report = drafted[2]
+    head_dim, heads, layers = cell("draft")
+    draft_bytes = 2 * head_dim * heads * layers  # FP8: one byte an element
+    per_token = formats.bytes_per_token(*cell("target")) + draft_bytes
+    assert report["draft"]["bytes_per_token"] == draft_bytes
+    assert report["budget"]["bytes_per_token"] == per_token
+    assert report["max_total_num_tokens"] == BUDGET_BYTES // per_token
+    assert report["draft"]["allocated_bytes"] == draft_bytes * report["draft"]["slots"]
+
+
+def test_the_scheduler_reports_our_parts(drafted):
+    target, draft = drafted[2]["target"], drafted[2]["draft"]
+    assert target["class"] == "sglang_fp4kv.pool.NVFP4TokenToKVPool"
+    assert target["recipe"] == "sglang_fp4kv.recipe.PackedNVFP4Method"
+    assert target["backend"] == "sglang_fp4kv.attention.TritonAttnBackend"
+    assert target["global_scales"]["source"] == "default"
+    assert draft["class"] == "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
+    assert draft["dtype"] == "float8_e4m3fn"
+
+
+def recorded(scratch, prompts, answers):
+    file = scratch / "recorded.json"
+    file.write_text(
+        json.dumps(
+            [{"prompt": p["input_ids"], "output": list(a.tokens)} for p, a in zip(prompts, answers)]
+        )
+    )
+    return str(file)
+
+
+def ask_oracle(scratch, prompts, answers, name, **env):
+    with serve(scratch, name, *DRAFTED, FP4KV_ORACLE=recorded(scratch, prompts, answers), **env) as s:
+        return [generate(s.url, p["input_ids"], p["max_new_tokens"]) for p in prompts]
+
+
+def test_an_oracle_drafter_reaches_the_longest_accepts_and_changes_no_answer(
+    scratch, prompts, undrafted
+):
+    answers = ask_oracle(scratch, prompts, undrafted[0], "oracle")
+    assert differing(undrafted[0], answers, prompts) == []
+    for answer in answers:
+        # The first token comes from prefill; every verify step yields a whole block until the end.
+        steps = -(-(len(answer.tokens) - 1) // BLOCK)
+        assert answer.accept_length == pytest.approx(len(answer.tokens) / steps)
+
+
+def test_reading_the_block_in_bf16_is_caught(scratch, prompts, undrafted):
+    """The negative control: without the round trip through the pool the equality test fails."""
+    answers = ask_oracle(scratch, prompts, undrafted[0], "control", FP4KV_BLOCK_IN_BF16="1")
+    assert differing(undrafted[0], answers, prompts) != []
+
+
+def test_a_bf16_drafter_pool_may_be_asked_for(scratch, prompts, undrafted):
+    flags = (*DRAFTED, "--speculative-draft-kv-cache-dtype", "bf16")
+    with serve(scratch, "bf16-draft", *flags) as server:
+        answer = generate(server.url, prompts[0]["input_ids"], prompts[0]["max_new_tokens"])
+        draft = fp4kv_report(server_info(server.url))["draft"]
+    assert answer.tokens == undrafted[0][0].tokens
+    head_dim, heads, layers = cell("draft")
+    assert (draft["dtype"], draft["bytes_per_token"]) == ("bfloat16", 4 * head_dim * heads * layers)
+
+
+def test_a_plugin_that_fails_in_the_scheduler_stops_the_server(scratch):
+    with pytest.raises(ServerFailed, match="ended with status"):
+        with serve(scratch, "broken", *NVFP4, FP4KV_BREAK_IN_CHILDREN="1"):
+            pass
+    log = (scratch / "broken.log").read_text()
+    assert "broken by the test plugin" in log
+    assert "fired up and ready" not in log

@@ -1,0 +1,133 @@
+"""How NVFP4 with Triton resolves, with SGLang's argument record replaced by a plain one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+MODEL = {"head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False}
+ARGS = {
+    "kv_cache_dtype": "nvfp4",
+    "attention_backend": "triton",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "prefill_kv_cache_dequant_dtype": "auto",
+    "speculative_algorithm": None,
+    "speculative_draft_kv_cache_dtype": None,
+    "enable_unified_memory": False,
+    "enable_page_major_kv_layout": False,
+    "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "radix_cache_backend": None,
+    "enable_unified_cache_external_linker": False,
+    "enable_kv_cache_sharding": False,
+    "enable_hisparse": False,
+    "dcp_size": 1,
+    "enable_deterministic_inference": False,
+}
+
+
+@pytest.fixture
+def resolve(monkeypatch):
+    """Runs both steps; returns (declared fields, names of the stock steps that ran)."""
+    from sglang_fp4kv import resolution
+
+    def run(model=None, mla=False, **changes):
+        args = SimpleNamespace(**{**ARGS, **changes})
+        declared, stock = {}, []
+        monkeypatch.setattr(resolution, "resolving_view", lambda a: a)
+        monkeypatch.setattr(resolution, "resolved_view", lambda a: a)
+        monkeypatch.setattr(resolution, "use_mla_backend", lambda a: mla)
+        config = SimpleNamespace(**{**MODEL, **(model or {})})
+        monkeypatch.setattr(resolution, "model_config_of", lambda a: config)
+        monkeypatch.setattr(
+            resolution, "declare_resolution", lambda a, source, **fields: declared.update(fields)
+        )
+        resolution.resolve_prefill_dequant(args, lambda a: stock.append("prefill"))
+        resolution.resolve_kv4(args, lambda a: stock.append("kv4"))
+        return declared, stock
+
+    return run
+
+
+def test_nvfp4_on_triton_skips_the_stock_steps(resolve):
+    assert resolve() == ({}, [])
+    assert resolve(
+        attention_backend=None, prefill_attention_backend="triton", decode_attention_backend="triton"
+    ) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"attention_backend": "flashinfer"},
+        {"attention_backend": None},
+        {"kv_cache_dtype": "fp4_mx_block16"},
+    ],
+)
+def test_everything_else_goes_to_the_stock_steps(resolve, changes):
+    assert resolve(**changes) == ({}, ["prefill", "kv4"])
+
+
+def test_the_drafters_dtype_defaults_to_fp8_and_bf16_may_be_asked_for(resolve):
+    assert resolve(speculative_algorithm="DFLASH")[0] == {
+        "speculative_draft_kv_cache_dtype": "fp8_e4m3"
+    }
+    for dtype in ("fp8_e4m3", "bf16", "bfloat16"):
+        asked = {"speculative_algorithm": "dflash", "speculative_draft_kv_cache_dtype": dtype}
+        assert resolve(**asked) == ({}, [])
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2", "nvfp4"])
+def test_another_draft_dtype_is_refused(resolve, dtype):
+    with pytest.raises(ValueError, match=f"draft-kv-cache-dtype={dtype} next to NVFP4 KV must be one"):
+        resolve(speculative_algorithm="DFLASH", speculative_draft_kv_cache_dtype=dtype)
+
+
+def test_one_backend_for_both_phases(resolve):
+    with pytest.raises(ValueError, match="prefill 'flashinfer' and decode 'triton'"):
+        resolve(prefill_attention_backend="flashinfer")
+
+
+def test_a_dequant_dtype_has_no_meaning_here(resolve):
+    with pytest.raises(ValueError, match="prefill-kv-cache-dequant-dtype=fp8_e4m3 has no meaning"):
+        resolve(prefill_kv_cache_dequant_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout"),
+        ({"disaggregation_mode": "prefill"}, "PD disaggregation"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"radix_cache_backend": "flexkv"}, "--enable-flexkv"),
+        ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
+        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"dcp_size": 2}, "--dcp-size 2"),
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+        ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        ({"mla": True}, "an MLA model"),
+        ({"model": {"is_hybrid_swa": True}}, "a sliding-window KV pool"),
+        ({"model": {"head_dim": 72, "v_head_dim": 72}}, "head_dim 72, which is not a multiple of 16"),
+        ({"model": {"v_head_dim": 128}}, r"K and V of different width \(head_dim 64, v_head_dim 128\)"),
+        (
+            {"speculative_algorithm": "DFLASH", "model": {"dtype": "torch.float16"}},
+            "DFLASH on a torch.float16 target",
+        ),
+    ],
+)
+def test_what_is_not_proven_is_refused_by_name(resolve, changes, named):
+    with pytest.raises(ValueError, match=f"does not serve {named}"):
+        resolve(**changes)
+
+
+def test_everything_that_is_refused_is_named_at_once(resolve):
+    with pytest.raises(ValueError, match="--enable-lmcache; nor --dcp-size 4"):
+        resolve(enable_lmcache=True, dcp_size=4)

@@ -1,0 +1,126 @@
+"""`fp4kv serve` up to the moment the server would start: exit codes and messages."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from launcher import cli, serve
+from launcher.patchset import PatchState
+
+TARGET = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+DRAFT = {**TARGET, "block_size": 8, "dflash_config": {"target_layer_ids": [0, 1, 2]}}
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """Runs `fp4kv serve` on small configs; returns (exit code, stderr) or raises Started."""
+    sglang = {"state": "applied", "release_found": "0.5.23"}
+
+    def start(*_):
+        raise Started
+
+    monkeypatch.setattr(serve.ServerProcess, "start", start)
+    monkeypatch.setattr(
+        serve.patchset,
+        "patch_state",
+        lambda: PatchState(
+            sglang["state"], tmp_path, "0.5.23", sglang["release_found"], 
+            {"python/sglang/a.py": "applied", "python/sglang/b.py": "pristine"}
+            if sglang["state"] == "half-applied"
+            else {"python/sglang/a.py": sglang["state"]},
+        ),
+    )
+
+    def run(*flags, target=TARGET, draft=DRAFT, embedded=False, state="applied", release="0.5.23"):
+        sglang.update(state=state, release_found=release)
+        for name, config in (("t", target), ("d", draft)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+        base = ["--model-path", str(tmp_path / "t"), "--kv-cache-dtype", "nvfp4"]
+        base += ["--attention-backend", "triton"]
+        argv = ["serve", *(["--embedded"] if embedded else []), "--", *base, *flags]
+        return cli.main(argv), capsys.readouterr().err
+
+    run.draft = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(tmp_path / "d")]
+    return run
+
+
+def test_a_good_launch_starts_the_server(launch):
+    with pytest.raises(Started):
+        launch(*launch.draft)
+
+
+def test_bad_usage_is_exit_2_and_starts_nothing(launch):
+    code, text = launch("--kv-cach-dtype", "nvfp4")
+    assert code == 2 and "unknown flag '--kv-cach-dtype'; nearest is --kv-cache-dtype" in text
+    code, text = launch("--model-path", "/no/such/model")
+    assert code == 2 and "--model-path /no/such/model: there is no such folder" in text
+    code, text = launch("--speculative-draft-model-path", "/no/such/draft")
+    assert code == 2 and "--speculative-draft-model-path /no/such/draft: there is no such" in text
+
+
+def test_refusals_are_exit_3_and_start_nothing(launch):
+    code, text = launch(*launch.draft, draft={**DRAFT, "block_size": None})
+    assert code == 3 and "refused[FP4-012]" in text
+    code, text = launch(*launch.draft, draft={**DRAFT, "dflash_config": {"target_layer_ids": [4]}})
+    assert code == 3 and "wants the output of target layers [4], and the target has 4" in text
+    code, text = launch(target={**TARGET, "head_dim": 72})
+    assert code == 3 and "head_dim 72 is not a multiple of 16" in text
+    code, text = launch(target={**TARGET, "v_head_dim": 32})
+    assert code == 3 and "K is 64 wide and V is 32" in text
+    code, text = launch("--attention-backend", "flashinfer")
+    assert code == 3 and "prefill on flashinfer and decode on flashinfer" in text
+    code, text = launch(*launch.draft, "--speculative-draft-kv-cache-dtype", "nvfp4")
+    assert code == 3 and "the drafter's KV dtype cannot be nvfp4" in text
+
+
+def test_unpatched_and_other_releases_are_refused(launch):
+    code, text = launch(state="pristine")
+    assert code == 3 and "refused[FP4-016] unpatched-sglang: the patch series is pristine" in text
+    code, text = launch(state="foreign", release="0.5.22")
+    assert code == 3 and "refused[FP4-002]" in text and "SGLang 0.5.22" in text
+    code, text = launch(state="half-applied")
+    assert code == 3 and "refused[FP4-004] half-applied-series" in text
+
+
+def test_all_refusals_come_together(launch):
+    code, text = launch(target={**TARGET, "head_dim": 72}, state="pristine")
+    assert code == 3 and text.index("FP4-014") < text.index("FP4-016")
+
+
+def test_other_kv_dtypes_need_no_patches(launch):
+    with pytest.raises(Started):
+        launch("--kv-cache-dtype", "bf16", state="pristine")
+
+
+def test_what_was_asked_and_what_is_effective_are_shown(launch, capsys):
+    with pytest.raises(Started):
+        launch(*launch.draft)
+    assert "drafter KV dtype: asked (left out), effective fp8_e4m3" in capsys.readouterr().err
+
+
+def test_embedded_adds_its_flags_and_keeps_the_users(tmp_path):
+    flags = ["--model-path", "m", "--max-total-tokens", "99"]
+    argv, env = serve.launch_command(flags, embedded=True, environ={"HOME": "/h"})
+    assert argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert argv.count("--max-total-tokens") == 1 and argv[argv.index("--max-total-tokens") + 1] == "99"
+    assert argv[argv.index("--device") + 1] == "cpu"
+    assert env["TRITON_INTERPRET"] == "1" and env["HOME"] == "/h"
+    argv, env = serve.launch_command(flags, environ={"HOME": "/h"})
+    assert argv[3:] == flags and env == {"HOME": "/h"}
+
+
+def test_a_server_that_does_not_report_the_pool_is_stopped():
+    supervisor = serve._Supervisor(
+        ["true"], None, SimpleNamespace(host=None, port=1, ssl_certfile=None, kv_cache_dtype="nvfp4")
+    )
+    signals = []
+    supervisor.server = SimpleNamespace(signal=signals.append)
+    supervisor._conclude(None)
+    assert signals and "does not report the NVFP4 pool" in supervisor.unproven

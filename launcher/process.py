@@ -18,6 +18,8 @@ from pathlib import Path
 
 _LAST_LINES = 25
 _PR_SET_PDEATHSIG = 1
+# SGLang kills its workers, so nobody removes this file (srt/managers/load_snapshot.py @ 0.5.23).
+_LEFT_IN_SHARED_MEMORY = "/dev/shm/sglang_loads_"
 # urllib would send a request for 127.0.0.1 through a proxy of the environment.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -132,23 +134,27 @@ class ServerProcess:
     def stop(self, grace: float = 5.0) -> None:
         """End the server and every process of its group. Safe to call twice.
 
-        SIGTERM first; what still runs after `grace` seconds is killed.
+        The leader gets SIGTERM and ends its own workers; SGLang takes a worker that ends by itself
+        for a crash. What still runs after `grace` seconds is killed.
         """
         if self._process is None:
             return
         group = self._process.pid
+        shared = _shared_memory_of(group)
         if self._process.poll() is None:
-            _signal_group(group, signal.SIGTERM)
+            self._process.terminate()
             try:
                 self._process.wait(grace)
             except subprocess.TimeoutExpired:
                 pass
         # A worker may outlive the leader, so the group is killed in any case.
-        _signal_group(group, signal.SIGKILL)
+        _kill_group(group)
         self._process.wait()
         gone_by = time.monotonic() + grace
         while _group_alive(group) and time.monotonic() < gone_by:
             time.sleep(0.05)
+        for path in shared:
+            path.unlink(missing_ok=True)
 
     def last_lines(self, count: int = _LAST_LINES) -> list[str]:
         """The last non-empty lines of the log; none without one."""
@@ -191,11 +197,28 @@ def _die_with_parent() -> Callable[[], None]:
     return in_child
 
 
-def _signal_group(group: int, number: int) -> None:
+def _kill_group(group: int) -> None:
     try:
-        os.killpg(group, number)
+        os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def _shared_memory_of(group: int) -> set[Path]:
+    """Files of SGLang's that a process of the group maps or holds open and SGLang never removes."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) != group:
+                continue
+            open_files = [os.readlink(link) for link in (process / "fd").iterdir()]
+            mapped = [line.split(maxsplit=5)[-1] for line in (process / "maps").open()]
+        except (OSError, ValueError):
+            continue
+        for name in (*open_files, *mapped):
+            if name.startswith(_LEFT_IN_SHARED_MEMORY):
+                found.add(Path(name.strip()))
+    return found
 
 
 def _group_alive(group: int) -> bool:

@@ -11,7 +11,9 @@ import os
 import pytest
 import torch
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+from sglang_fp4kv.embedded import interpreter_fixes
+
+INTERPRET = interpreter_fixes.apply()  # as the embedded server runs kernels; nothing without it
 REQUIRE_GPU = os.environ.get("FP4KV_REQUIRE_GPU") == "1"
 
 

@@ -1,7 +1,7 @@
 """A SGLang plugin for tests: an oracle drafter, its negative control, and a fixed KV budget.
 
-FP4KV_ORACLE names a JSON file: a list of {"prompt": ids, "output": ids}. For a request with such a
-prompt the drafter's tokens are replaced by the recorded ones, so that every draft is right and the
+FP4KV_ORACLE names a JSON file, read at the first draft: a list of {"prompt": ids, "output": ids}. For
+a request with such a prompt the drafter's tokens are replaced by the recorded ones, so that every draft is right and the
 accept length is at its maximum. The draft model still runs and still writes its own pool.
 
 FP4KV_BLOCK_IN_BF16=1 is the negative control: verify then reads the block's own K and V as computed
@@ -13,6 +13,7 @@ FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child proc
 among them, while the arguments still resolve in the first one.
 """
 
+import functools
 import json
 import multiprocessing
 import os
@@ -26,9 +27,7 @@ BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profil
 def activate():
     recorded = os.environ.get("FP4KV_ORACLE")
     if recorded:
-        with open(recorded) as file:
-            answers = {tuple(a["prompt"]): a["prompt"] + a["output"] for a in json.load(file)}
-        oracle = Oracle(answers)
+        oracle = Oracle(recorded)
         for name, hook, kind in (
             ("forward_batch_generation", oracle.note_batch, HookType.AROUND),
             ("_greedy_sample_from_vocab_parallel_head", oracle.propose, HookType.AROUND),
@@ -53,11 +52,15 @@ def activate():
 
 
 class Oracle:
-    """``answers``: the whole token sequence of a request by its prompt."""
-
-    def __init__(self, answers):
-        self.answers = answers
+    def __init__(self, file):
+        self.file = file
         self.requests = []
+
+    @functools.cached_property
+    def answers(self):
+        """The whole token sequence of a request by its prompt."""
+        with open(self.file) as file:
+            return {tuple(a["prompt"]): a["prompt"] + a["output"] for a in json.load(file)}
 
     def note_batch(self, original, worker, batch, *args, **kwargs):
         self.requests = list(batch.reqs)

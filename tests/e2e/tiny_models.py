@@ -1,0 +1,95 @@
+"""Small random models on disk: a Qwen3 target with a byte tokenizer and a DFlash draft for it."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 256, 4, 4, 2, 64
+DRAFT_LAYERS, BLOCK_SIZE, MASK_TOKEN = 2, 8, 500
+
+
+def build_target(folder: Path, seed: int = 0) -> Path:
+    """Weights are BF16. Embeddings and head are wide, so that logits spread and ties are rare."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=VOCAB - 1,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                gain = 1.0 if "embed" in name else weight.shape[1] ** -0.5
+                wide = 3.0 if "lm_head" in name else 1.0
+                weight.normal_(0, wide * gain, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+    bytes_only = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def build_draft(folder: Path, target: Path, seed: int = 1) -> Path:
+    """A DFlash draft in the layout of published checkpoints; random, so it is nearly never right."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        return values.to(torch.bfloat16)
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    captured = [0, LAYERS - 2]
+    tensors = {"fc.weight": weight(HIDDEN, len(captured) * HIDDEN)}
+    tensors |= {f"{name}.weight": ones(HIDDEN) for name in ("hidden_norm", "norm")}
+    q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    for layer in range(DRAFT_LAYERS):
+        for name, rows, columns in (
+            ("self_attn.q_proj", q_size, HIDDEN),
+            ("self_attn.k_proj", kv_size, HIDDEN),
+            ("self_attn.v_proj", kv_size, HIDDEN),
+            ("self_attn.o_proj", HIDDEN, q_size),
+            ("mlp.gate_proj", 2 * HIDDEN, HIDDEN),
+            ("mlp.up_proj", 2 * HIDDEN, HIDDEN),
+            ("mlp.down_proj", HIDDEN, 2 * HIDDEN),
+        ):
+            tensors[f"layers.{layer}.{name}.weight"] = weight(rows, columns)
+        for name, size in (
+            ("self_attn.q_norm", HEAD_DIM),
+            ("self_attn.k_norm", HEAD_DIM),
+            ("input_layernorm", HIDDEN),
+            ("post_attention_layernorm", HIDDEN),
+        ):
+            tensors[f"layers.{layer}.{name}.weight"] = ones(size)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config |= {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": DRAFT_LAYERS,
+        "layer_types": ["full_attention"] * DRAFT_LAYERS,
+        "num_target_layers": LAYERS,
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {"target_layer_ids": captured, "mask_token_id": MASK_TOKEN},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder

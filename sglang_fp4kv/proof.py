@@ -28,16 +28,17 @@ def record_budget(original, configurator, available_bytes, page_size):
 
 
 def _pool_report(pool):
-    k_bytes, v_bytes = pool.get_kv_size_bytes()
+    allocated = int(sum(pool.get_kv_size_bytes()))
+    slots = pool.size + pool.page_size
     return {
         "class": f"{type(pool).__module__}.{type(pool).__name__}",
         "dtype": str(pool.dtype).removeprefix("torch."),
         "layers": pool.layer_num,
         "kv_heads": pool.head_num,
         "head_dim": pool.head_dim,
-        "bytes_per_token": getattr(pool, "bytes_per_token", None),
-        "slots": pool.size + pool.page_size,
-        "allocated_bytes": int(k_bytes + v_bytes),
+        "bytes_per_token": getattr(pool, "bytes_per_token", allocated // slots),
+        "slots": slots,
+        "allocated_bytes": allocated,
     }
 
 

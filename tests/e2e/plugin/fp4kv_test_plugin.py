@@ -24,6 +24,17 @@ WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 
 
+def _fail():
+    raise RuntimeError("broken by the test plugin")
+
+
+# SGLang imports every plugin before it runs the first, so this holds in whatever order they come.
+if os.environ.get("FP4KV_BREAK_IN_CHILDREN") == "1" and multiprocessing.parent_process():
+    from sglang_fp4kv import integration
+
+    integration.check_release = _fail
+
+
 def activate():
     recorded = os.environ.get("FP4KV_ORACLE")
     if recorded:
@@ -42,13 +53,6 @@ def activate():
         from sglang_fp4kv.attention import TritonAttnBackend
 
         TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
-    if os.environ.get("FP4KV_BREAK_IN_CHILDREN") == "1" and multiprocessing.parent_process():
-        from sglang_fp4kv import integration
-
-        def fail():
-            raise RuntimeError("broken by the test plugin")
-
-        integration.check_release = fail
 
 
 class Oracle:

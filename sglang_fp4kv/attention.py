@@ -141,6 +141,10 @@ class TritonAttnBackend(stock.TritonAttnBackend):
 
     def _attend_block(self, q, k, v, out, pool, kv_indptr, kv_indices, slots, options):
         """Verify: prefix and draft block alike come from the pool; ``k`` and ``v`` are not read."""
+        if options["sliding_window_size"] >= 0:
+            # The stock decode lists W keys of a window, the token's own among them, while extend
+            # and verify look back W keys more. Verify has to see what decode would.
+            options = {**options, "sliding_window_size": options["sliding_window_size"] - 1}
         attention_nvfp4(
             q,
             pool.k_codes,

@@ -47,8 +47,15 @@ def build_target(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def build_draft(folder: Path, target: Path, seed: int = 1) -> Path:
-    """A DFlash draft in the layout of published checkpoints; random, so it is nearly never right."""
+def build_draft(folder: Path, target: Path, seed: int = 1, mask_token: int = MASK_TOKEN) -> Path:
+    """A DFlash draft for ``target`` in the layout of published checkpoints; random, so it is nearly
+    never right."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, inner, layers = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
     generator = torch.Generator().manual_seed(seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
@@ -58,38 +65,39 @@ def build_draft(folder: Path, target: Path, seed: int = 1) -> Path:
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    captured = [0, LAYERS - 2]
-    tensors = {"fc.weight": weight(HIDDEN, len(captured) * HIDDEN)}
-    tensors |= {f"{name}.weight": ones(HIDDEN) for name in ("hidden_norm", "norm")}
-    q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    captured = [0, layers - 2]
+    tensors = {"fc.weight": weight(hidden, len(captured) * hidden)}
+    tensors |= {f"{name}.weight": ones(hidden) for name in ("hidden_norm", "norm")}
+    q_size, kv_size = heads * head_dim, kv_heads * head_dim
     for layer in range(DRAFT_LAYERS):
         for name, rows, columns in (
-            ("self_attn.q_proj", q_size, HIDDEN),
-            ("self_attn.k_proj", kv_size, HIDDEN),
-            ("self_attn.v_proj", kv_size, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, q_size),
-            ("mlp.gate_proj", 2 * HIDDEN, HIDDEN),
-            ("mlp.up_proj", 2 * HIDDEN, HIDDEN),
-            ("mlp.down_proj", HIDDEN, 2 * HIDDEN),
+            ("self_attn.q_proj", q_size, hidden),
+            ("self_attn.k_proj", kv_size, hidden),
+            ("self_attn.v_proj", kv_size, hidden),
+            ("self_attn.o_proj", hidden, q_size),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
         ):
             tensors[f"layers.{layer}.{name}.weight"] = weight(rows, columns)
         for name, size in (
-            ("self_attn.q_norm", HEAD_DIM),
-            ("self_attn.k_norm", HEAD_DIM),
-            ("input_layernorm", HIDDEN),
-            ("post_attention_layernorm", HIDDEN),
+            ("self_attn.q_norm", head_dim),
+            ("self_attn.k_norm", head_dim),
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
         ):
             tensors[f"layers.{layer}.{name}.weight"] = ones(size)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
     config |= {
         "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "head_dim": head_dim,
         "num_hidden_layers": DRAFT_LAYERS,
         "layer_types": ["full_attention"] * DRAFT_LAYERS,
-        "num_target_layers": LAYERS,
+        "num_target_layers": layers,
         "block_size": BLOCK_SIZE,
-        "dflash_config": {"target_layer_ids": captured, "mask_token_id": MASK_TOKEN},
+        "dflash_config": {"target_layer_ids": captured, "mask_token_id": mask_token},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

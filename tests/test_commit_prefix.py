@@ -95,6 +95,8 @@ def eager(x, scale, dtype):
     x = x.clone()
     if scale is not None:
         x.div_(scale)
+    if dtype == E4M3:  # as SGLang's saturate_to_fp8_range; torch's own cast saturates from 2.14 on
+        x.clamp_(-448, 448)
     return x.to(dtype)
 
 

@@ -96,8 +96,8 @@ class Run:
                 if key not in plain:
                     self.ask(key, running[key])
         finally:
-            for server in running.values():
-                server.stop()
+            with ThreadPoolExecutor(len(self.flags)) as pool:
+                list(pool.map(lambda server: server.stop(grace=2), running.values()))
 
     def record(self):
         for kv in ("bf16", "nvfp4"):

@@ -14,7 +14,7 @@ for name in "$@"; do
     pair) phase pair "$py" -m tests.gpu.serving models/pair/target models/pair/draft \
       models/pair/prompts.json "$out/h200_pair.json" --logs /tmp/logs/pair ;;
     smollm2) phase smollm2 "$py" -m tests.gpu.serving "$MODEL" "$DRAFT" \
-      tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --logs /tmp/logs/smollm2 ;;
+      tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs /tmp/logs/smollm2 ;;
     demo) phase demo "$py" -m launcher.demo --json "$out/h200_demo.json" --logs /tmp/logs/demo ;;
     bench) phase bench "$py" tests/bench/bench_attention.py --out "$out/h200_attention.json" ;;
     *) echo "unknown phase $name"; status=2 ;;

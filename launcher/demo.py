@@ -7,6 +7,7 @@ failed.
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.client import fp4kv_report, generate, server_info
-from launcher.equality import CPU_BOUND, GPU_BOUND, compare
+from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS, compare
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 
@@ -183,7 +184,9 @@ def installed_versions():
 
 
 def commit():
-    """The repository's commit, None outside a checkout."""
+    """The repository's commit (FP4KV_COMMIT where git cannot tell), None outside a checkout."""
+    if "FP4KV_COMMIT" in os.environ:
+        return os.environ["FP4KV_COMMIT"]
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40"],
         cwd=Path(__file__).parent,
@@ -229,7 +232,7 @@ def main(argv=None):
     progress = Progress()
     gpu = None if args.embedded else gpu_name()
     progress(f"running on {gpu or 'the embedded CPU platform (Triton interpreter)'}")
-    bound = CPU_BOUND if gpu is None else GPU_BOUND
+    bound = CPU_BOUND if gpu is None else NEAR_TIE_BOUNDS["nvfp4"]
     prompts = load_prompts(args.prompts, args.model)
     with tempfile.TemporaryDirectory(prefix="fp4kv-demo-") as scratch:
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.client import fp4kv_report, generate, server_info
 from launcher.demo import Progress, commit, gpu_name, installed_versions, load_prompts
-from launcher.equality import GPU_BOUND, compare
+from launcher.equality import NEAR_TIE_BOUNDS, compare
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 
@@ -122,7 +122,12 @@ def comparisons(run):
     for name, (left, right) in pairs.items():
         # A drafted run brings no margins; its graph and eager runs must be equal anyway.
         found[name] = [
-            compare(a.tokens, b.tokens, a.gaps or [float("inf")] * len(a.tokens), GPU_BOUND)
+            compare(
+                a.tokens,
+                b.tokens,
+                a.gaps or [float("inf")] * len(a.tokens),
+                NEAR_TIE_BOUNDS[right[0]],
+            )
             for a, b in zip(run.answers[left], run.answers[right], strict=True)
         ]
     return found
@@ -177,7 +182,7 @@ def main():
         "versions": installed_versions(),
         "gpu": gpu_name(),
         "seconds": round(time.monotonic() - begun, 1),
-        "near_tie_bound": GPU_BOUND,
+        "near_tie_bounds": NEAR_TIE_BOUNDS,
         "failed": wrong,
         "comparisons": {
             name: {"counts": counts(results), "parted": [vars(r) for r in results if r.position is not None]}

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launcher.client import fp4kv_report, generate, server_info
-from launcher.demo import Progress, commit, gpu_name, installed_versions, load_prompts
+from launcher.demo import GPU_FLAGS, Progress, commit, gpu_name, installed_versions, load_prompts
 from launcher.equality import NEAR_TIE_BOUNDS, compare
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
@@ -26,12 +26,8 @@ PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
 _NO_GRAPHS = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
 GRAPHS = {"graph": [], "eager": _NO_GRAPHS}
-COMMON = [
-    "--attention-backend", "triton", "--mem-fraction-static", "0.15",
-    "--max-total-tokens", "32768", "--max-running-requests", "8",
-    # Greedy answers do not sample; the default would compile FlashInfer's sampler in every server.
-    "--sampling-backend", "pytorch",
-]  # fmt: skip
+# Eight servers share the GPU.
+COMMON = ["--attention-backend", "triton", *GPU_FLAGS, "--mem-fraction-static", "0.15"]
 
 
 def servers(model, draft):

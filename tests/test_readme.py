@@ -1,0 +1,75 @@
+"""Every command in the README is run by a test."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import patch_trees
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+# Where each command is run. `make test` runs this file.
+RUN_BY = {
+    "make demo": "tests/e2e/test_readme_commands.py::test_make_demo",
+    "make test": ".ci/run",
+    "fp4kv serve": "tests/e2e/test_readme_commands.py::test_serve",
+    "fp4kv patch status": "test_patch_commands",
+    "fp4kv patch apply": "test_patch_commands",
+    "fp4kv patch verify": "tests/test_patchset.py",
+    "fp4kv patch revert": "test_patch_commands",
+}
+
+
+def commands():
+    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_every_command_has_a_test():
+    found = {c.removeprefix(".venv/bin/") for c in commands()}
+    named = {next((k for k in RUN_BY if c.startswith(k)), c) for c in found}
+    assert named == set(RUN_BY)
+    for place in RUN_BY.values():
+        file, _, test = place.partition("::")
+        path = Path(__file__) if "/" not in file else ROOT / file
+        assert path.is_file()
+        assert (test or file if "/" not in file else test) in path.read_text()
+
+
+def test_make_test_runs_all_three_kinds():
+    done = subprocess.run(
+        ["make", "--dry-run", "-o", ".venv/.installed", "test"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        '.venv/bin/python -m pytest -m "not interpreter and not e2e"',
+        "TRITON_INTERPRET=1 .venv/bin/python -m pytest -m interpreter",
+        ".venv/bin/python -m pytest -m e2e",
+    ]
+
+
+def test_patch_commands(tmp_path):
+    """On a copy of the touched files, in the README's order, ending where it began."""
+    tree = patch_trees.touched_tree(tmp_path)
+    for command, state in (("apply", "applied"), ("status", "applied"), ("revert", "pristine")):
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher.cli", "patch", command, "--target", str(tree)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env=os.environ,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.startswith(f"{state}: sglang 0.5.23")
+
+
+@pytest.mark.parametrize("file", re.findall(r"`((?:models|patches|sglang_fp4kv|launcher|tests)/[\w./-]*)`", README))
+def test_every_path_exists(file):
+    assert (ROOT / file).exists()

@@ -21,6 +21,8 @@ INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state"
     ".SchedulerInternalStateController.get_internal_state"
 )
+POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
+HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE)
 
 _active = False
 
@@ -34,7 +36,7 @@ def inactive_parts():
 
     if not _active:
         return ["the plugin"]
-    return [t for t in (POOL_CLASS, POOL_SIZES, INTERNAL_STATE) if t not in HookRegistry._patched]
+    return [target for target in HOOKED if target not in HookRegistry._patched]
 
 
 def activate():
@@ -62,6 +64,7 @@ def activate():
     HookRegistry.register(POOL_CLASS, _pool_class, HookType.AROUND)
     HookRegistry.register(POOL_SIZES, proof.record_budget, HookType.AROUND)
     HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
+    HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
     _wrap_triton_backend()
     _active = True
     logger.info("fp4kv: active (NVFP4 KV for the Triton backend, FP8 or BF16 KV for its drafter)")

@@ -56,6 +56,20 @@ def resolve_prefill_dequant(server_args, previous):
         )
 
 
+def plan_post_capture_sizing(original, server_args):
+    """Post-capture sizing never applies to a quantized pool, so its graph reserve must stay.
+
+    SGLang builds a quantized pool before graph capture whatever was planned
+    (_build_mha_kv_pool in srt/mem_cache/kv_cache_configurator.py @ 0.5.23); with the sizing planned,
+    the default memory fraction leaves no room for the graphs.
+    """
+    cfg = resolving_view(server_args)
+    backends = (cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend)
+    if cfg.kv_cache_dtype == "nvfp4" and BACKEND in backends:
+        return False
+    return original(server_args)
+
+
 def unproven(server_args):
     """Sentences naming what is asked for and not served together with packed NVFP4 KV."""
     cfg = resolving_view(server_args)

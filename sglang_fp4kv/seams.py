@@ -13,6 +13,7 @@ RELEASE = "0.5.23"
 # Dotted path: parameter names in order. None: a class or value whose presence is enough.
 SEAMS = {
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": ("name",),
+    "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": ("server_args",),
     "sglang.srt.arg_groups.kv_cache_hook.handle_nvfp4_prefill_kv_dequant_dtype": ("server_args",),
     "sglang.srt.arg_groups.kv_cache_hook.handle_kv4_compatibility": ("server_args",),
     "sglang.srt.layers.attention.attention_registry.create_triton_backend": ("runner",),

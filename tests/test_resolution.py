@@ -1,5 +1,7 @@
 """How NVFP4 with Triton resolves, with SGLang's argument record replaced by a plain one."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +133,35 @@ def test_what_is_not_proven_is_refused_by_name(resolve, changes, named):
 def test_everything_that_is_refused_is_named_at_once(resolve):
     with pytest.raises(ValueError, match="--enable-lmcache; nor --dcp-size 4"):
         resolve(enable_lmcache=True, dcp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "planned"),
+    [
+        ({}, False),
+        ({"attention_backend": None, "decode_attention_backend": "triton"}, False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, True),
+        ({"attention_backend": "flashinfer"}, True),
+    ],
+)
+def test_the_graph_reserve_stays_for_a_packed_pool(monkeypatch, changes, planned):
+    from sglang_fp4kv import resolution
+
+    monkeypatch.setattr(resolution, "resolving_view", lambda a: a)
+    args = SimpleNamespace(**{**ARGS, **changes})
+    assert resolution.plan_post_capture_sizing(lambda a: True, args) is planned
+
+
+def test_every_hook_is_applied_where_sglang_loads_its_plugins():
+    """In a process of its own: SGLang's loader, and the modules that import a hooked name."""
+    code = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang_fp4kv.integration import inactive_parts
+from sglang.srt.arg_groups import memory_hook, overrides
+from sglang.srt.model_executor.model_runner_components import kv_pool_runtime
+names = [m.post_capture_kv_sizing_planned for m in (overrides, memory_hook, kv_pool_runtime)]
+print("PARTS", inactive_parts(), len(set(names)), hasattr(names[0], "__wrapped__"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "PARTS [] 1 True" in done.stdout, done.stdout + done.stderr[-2000:]

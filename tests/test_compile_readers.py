@@ -87,6 +87,7 @@ def cases(arch: int):
 
     from sglang_fp4kv.kernels import decode_nvfp4 as decode
     from sglang_fp4kv.kernels import extend_nvfp4 as extend
+    from sglang_fp4kv.kernels import merge_nvfp4 as merge_module
     from sglang_fp4kv.kernels._plan import (
         code_placement,
         half_width,
@@ -140,10 +141,10 @@ def cases(arch: int):
             "D": head_dim,
             "HALF": half_width(head_dim),
             "BLOCK_H": 1,
-            "BLOCK_S": decode._MERGE_SPLITS,
+            "BLOCK_S": merge_module._SPLITS_AT_A_TIME,
             "EMULATE": False,
         }
-        yield "merge", decode._merge_nvfp4_kernel, merge, 2, 3, head_dim, kv_heads
+        yield "merge", merge_module._merge_nvfp4_kernel, merge, 2, 3, head_dim, kv_heads
         for name, rows in (("extend", 10**5), ("extend short", 48)):
             if name == "extend short" and head_dim < 128:
                 continue

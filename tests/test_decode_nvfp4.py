@@ -24,7 +24,8 @@ from sglang_fp4kv.kernels._plan import (
     plan_attention,
 )
 from sglang_fp4kv.kernels._tile import ASM_PURE, ASM_STAGED, PLAIN
-from sglang_fp4kv.kernels.decode_nvfp4 import attention_buffers, attention_nvfp4
+from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
+from sglang_fp4kv.kernels.merge_nvfp4 import attention_buffers
 
 KV_HEADS = 2
 LENS = [1, 300, 0, 700, 17, 256]

@@ -7,7 +7,6 @@ graph stays right when they change. A second kernel merges what was split.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,7 +22,6 @@ from sglang_fp4kv.kernels._check import (
 )
 from sglang_fp4kv.kernels._plan import (
     AttentionPlan,
-    cdiv,
     code_placement,
     device_limits,
     half_width,
@@ -40,8 +38,12 @@ from sglang_fp4kv.kernels._tile import (
     softmax_step,
     store_halves,
 )
-
-_MERGE_SPLITS = 16  # splits merged at a time
+from sglang_fp4kv.kernels.merge_nvfp4 import (
+    AttentionBuffers,
+    attention_buffers,
+    check_buffers,
+    merge_nvfp4,
+)
 
 
 @triton.jit
@@ -237,109 +239,6 @@ def _attention_nvfp4_kernel(
         tl.store(part_stat_ptr + 2 * part + 1, l, row_in)
 
 
-@triton.jit
-def _merge_nvfp4_kernel(
-    out_ptr,
-    part_acc_ptr,
-    part_stat_ptr,
-    sched_ptr,
-    num_q_heads,
-    v_scale,
-    stride_ot,
-    stride_oh,
-    Q: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    row = tl.program_id(0)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    head_in = head < num_q_heads
-    req = row // Q
-    first = tl.load(sched_ptr + 2 * req)
-    splits = tl.load(sched_ptr + 2 * req + 1)
-    if splits == 1:  # already written
-        return
-
-    c = tl.arange(0, HALF)
-    m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_H,), tl.float32)
-    acc_even = tl.zeros((BLOCK_H, HALF), tl.float32)
-    acc_odd = tl.zeros((BLOCK_H, HALF), tl.float32)
-    for start in range(0, splits, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        part = (((first + s).to(tl.int64) * Q + row % Q) * num_q_heads)[:, None] + head[None, :]
-        mask = (s < splits)[:, None] & head_in[None, :]
-        part_m = tl.load(part_stat_ptr + 2 * part, mask=mask, other=float("-inf"))
-        part_l = tl.load(part_stat_ptr + 2 * part + 1, mask=mask, other=0.0)
-        m_new = tl.maximum(m, tl.max(part_m, 0))
-        top = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - top)
-        weight = tl.exp2(part_m - top[None, :])
-        acc_mask = mask[:, :, None] & (c < D // 2)[None, None, :]
-        part_acc = part_acc_ptr + part[:, :, None] * D + c[None, None, :]
-        even = tl.load(part_acc, mask=acc_mask, other=0.0)
-        odd = tl.load(part_acc + D // 2, mask=acc_mask, other=0.0)
-        acc_even = acc_even * alpha[:, None] + tl.sum(even * weight[:, :, None], 0)
-        acc_odd = acc_odd * alpha[:, None] + tl.sum(odd * weight[:, :, None], 0)
-        l = l * alpha + tl.sum(part_l * weight, 0)
-        m = m_new
-
-    inv = v_scale / tl.where(l > 0, l, 1.0)
-    store_halves(
-        out_ptr,
-        row.to(tl.int64) * stride_ot + head * stride_oh,
-        head_in,
-        acc_even * inv[:, None],
-        acc_odd * inv[:, None],
-        D,
-        EMULATE,
-    )
-
-
-@dataclass(frozen=True)
-class AttentionBuffers:
-    """Partial results. Sized for the largest call; smaller calls use the front of them."""
-
-    acc: torch.Tensor  # fp32, at least work_items * q_per_req * num_q_heads * head_dim
-    stat: torch.Tensor  # fp32, at least work_items * q_per_req * num_q_heads * 2
-    sched: torch.Tensor  # int32, at least batch * 2
-
-
-def attention_buffers(
-    work_items: int,
-    batch: int,
-    q_per_req: int,
-    num_q_heads: int,
-    head_dim: int,
-    device: torch.device | str,
-) -> AttentionBuffers:
-    """Allocate partial-result buffers, for instance before CUDA-graph capture."""
-    rows = work_items * q_per_req * num_q_heads
-    return AttentionBuffers(
-        acc=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
-        stat=torch.empty(rows * 2, dtype=torch.float32, device=device),
-        sched=torch.empty(batch * 2, dtype=torch.int32, device=device),
-    )
-
-
-def _check_buffers(buffers: AttentionBuffers, rows: int, batch: int, head_dim: int) -> None:
-    wants = {
-        "acc": (torch.float32, rows * head_dim),
-        "stat": (torch.float32, rows * 2),
-        "sched": (torch.int32, batch * 2),
-    }
-    for name, (dtype, numel) in wants.items():
-        x = getattr(buffers, name)
-        if x.dtype != dtype or x.numel() < numel or not x.is_contiguous():
-            raise ValueError(
-                f"buffers.{name} must be contiguous {dtype} with at least {numel} entries, "
-                f"got {x.dtype} with {x.numel()}"
-            )
-
-
 def attention_nvfp4(
     q: torch.Tensor,
     k_codes: torch.Tensor,
@@ -443,7 +342,7 @@ def attention_nvfp4(
             plan.work_items, batch, q_per_req, num_q_heads, head_dim, q.device
         )
     else:
-        _check_buffers(buffers, plan.work_items * q_per_req * num_q_heads, batch, head_dim)
+        check_buffers(buffers, plan.work_items * q_per_req * num_q_heads, batch, head_dim)
 
     has_offsets = (
         custom_mask is not None and sliding_window_size > 0 and window_kv_offsets is not None
@@ -499,22 +398,5 @@ def attention_nvfp4(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
-    # The interpreter pays per program.
-    block_h = pow2(num_q_heads) if limits.interpreter else 1
-    _merge_nvfp4_kernel[(rows, cdiv(num_q_heads, block_h))](
-        out,
-        buffers.acc,
-        buffers.stat,
-        buffers.sched,
-        num_q_heads,
-        v_global_scale * FOLD,
-        *out.stride()[:2],
-        Q=q_per_req,
-        D=head_dim,
-        HALF=half,
-        BLOCK_H=block_h,
-        BLOCK_S=_MERGE_SPLITS,
-        EMULATE=limits.interpreter,
-        num_warps=2,
-    )
+    merge_nvfp4(out, buffers, q_per_req, v_global_scale * FOLD, limits)
     return out

@@ -18,7 +18,19 @@ def build_parser():
 
 def main(argv=None):
     """Exit codes: 0 accepted, 2 bad usage, 3 refused, 1 our own failure; serve passes SGLang's on."""
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    # Cut by hand: how argparse treats '--' differs between the releases of Python.
+    ours, theirs = argv, []
+    if argv[:1] == ["serve"] and "--" in argv:
+        cut = argv.index("--")
+        ours, theirs = argv[:cut], argv[cut + 1 :]
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(ours)
+    if unknown:
+        hint = "; SGLang's flags follow '--'" if args.command == "serve" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if args.command == "serve":
+        args.sglang_flags = [*args.sglang_flags, *theirs]
     return args.run(args)
 
 

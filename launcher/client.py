@@ -27,17 +27,25 @@ class Generation:
     cached_tokens: int
 
 
-def _answer(response):
+def _ask(method, url, **options):
+    """The JSON object that ``url`` answers; proxies and .netrc of the environment are not used."""
+    with requests.Session() as session:
+        session.trust_env = False
+        response = session.request(method, url, **options)
     if response.status_code != 200:
-        raise ServerError(f"{response.url}: HTTP {response.status_code}: {response.text[:300]}")
-    return response.json()
+        raise ServerError(f"{url}: HTTP {response.status_code}: {response.text[:300]}")
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ServerError(f"{url}: no JSON object but {response.text[:300]!r}")
+    return answer
 
 
 def server_info(url, *, headers=None, timeout_s=60, verify=True):
     """The server's GET /server_info as a dict."""
-    return _answer(
-        requests.get(f"{url}/server_info", headers=headers, timeout=timeout_s, verify=verify)
-    )
+    return _ask("GET", f"{url}/server_info", headers=headers, timeout=timeout_s, verify=verify)
 
 
 def fp4kv_report(info):
@@ -57,18 +65,23 @@ def generate(url, prompt, max_new_tokens, *, top_two=False, timeout_s=600, **sam
     }
     if top_two:
         body |= {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
-    answer = _answer(requests.post(f"{url}/generate", json=body, timeout=timeout_s))
-    meta = answer["meta_info"]
+    answer = _ask("POST", f"{url}/generate", json=body, timeout=timeout_s)
     if not answer.get("output_ids"):
         raise ServerError(f"{url}/generate returned no token ids: {str(answer)[:300]}")
-    gaps = None
-    if top_two:
-        gaps = tuple(first[0] - second[0] for first, second in meta["output_top_logprobs"])
-    return Generation(
-        tokens=tuple(answer["output_ids"]),
-        text=answer["text"],
-        accept_length=meta.get("spec_accept_length"),
-        gaps=gaps,
-        prompt_tokens=meta["prompt_tokens"],
-        cached_tokens=meta["cached_tokens"],
-    )
+    try:
+        meta = answer["meta_info"]
+        gaps = None
+        if top_two:
+            gaps = tuple(first[0] - second[0] for first, second in meta["output_top_logprobs"])
+        return Generation(
+            tokens=tuple(answer["output_ids"]),
+            text=answer["text"],
+            accept_length=meta.get("spec_accept_length"),
+            gaps=gaps,
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{url}/generate left out what was asked for ({error!r}): {str(answer)[:300]}"
+        ) from None

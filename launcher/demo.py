@@ -1,30 +1,36 @@
 """`make demo`: one pair of models behind the real SGLang server, three ways, side by side.
 
 (a) BF16 KV without a drafter, (b) NVFP4 KV without, (c) NVFP4 KV with the DFlash drafter in its own
-FP8 pool. Exit code 0 when every answer of (c) is that of (b), 3 when one differs, 1 when a server
-failed.
+FP8 pool. Exit code 0 when every answer of (c) is that of (b), 3 when one differs or a launch is
+refused, 2 for bad usage, 1 when a server failed.
 """
 
 import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launcher.client import fp4kv_report, generate, server_info
-from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS, compare
+from launcher.client import ServerError, fp4kv_report, generate, server_info
+from launcher.demo_table import judge, not_as_asked, print_table
+from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS
+from launcher.flags import UsageError
 from launcher.process import ServerFailed, ServerProcess, free_port
-from launcher.serve import launch_command
+from launcher.prompts import load_prompts
+from launcher.refusal import Refused
+from launcher.serve import COMMAND, judge_launch, launch_command
 
 PAIR = Path(__file__).parent.parent / "models" / "pair"
 START_SECONDS = 900
+MAX_NEW_TOKENS = 32  # of a prompt that does not say
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "transformers")
 
 # A small pool is enough, and greedy answers need no sampler; the default one is compiled at the first
@@ -55,22 +61,6 @@ def gpu_name():
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
-def load_prompts(file, model):
-    """The prompts of ``file`` with their token ids under the model's own chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = json.loads(Path(file).read_text())
-    for prompt in prompts:
-        prompt["input_ids"] = tokenizer.apply_chat_template(
-            prompt["messages"],
-            tools=prompt.get("tools"),
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-    return prompts
-
-
 class Progress:
     """Timed lines on stderr."""
 
@@ -81,8 +71,11 @@ class Progress:
         print(f"[{time.monotonic() - self.begun:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def ask(name, flags, prompts, *, embedded, logs, progress, top_two):
-    """Starts one server, asks every prompt, stops it; returns (answers, the scheduler's report)."""
+def ask(name, flags, prompts, servers, *, embedded, logs, progress, top_two):
+    """Starts one server, asks every prompt, stops it; returns (answers, the server's GET /server_info).
+
+    The server is added to ``servers`` for whoever has to stop it from outside.
+    """
     port = free_port()
     argv, env = launch_command([*flags, "--port", str(port)], embedded=embedded)
     last_shown = 0.0
@@ -94,8 +87,9 @@ def ask(name, flags, prompts, *, embedded, logs, progress, top_two):
             progress(f"({name}) starting, {seconds:.0f} s: {line[:90]}")
 
     server = ServerProcess(argv, env, Path(logs) / f"{name}.log", port)
+    servers.append(server)
     with server:
-        progress(f"({name}) starting: {' '.join(argv[3:])}")
+        progress(f"({name}) starting: {' '.join(argv[len(COMMAND) :])}")
         seconds = server.wait_ready(START_SECONDS, starting)
         progress(f"({name}) ready after {seconds:.0f} s")
         answers = []
@@ -113,16 +107,16 @@ def ask(name, flags, prompts, *, embedded, logs, progress, top_two):
         return answers, server_info(server.url)
 
 
-def run_all(model, draft, prompts, *, embedded, extra_flags, logs, progress):
-    """The three servers' answers and reports by configuration name."""
+def run_all(launches, prompts, *, embedded, logs, progress):
+    """The three servers' answers and reports by name; the first failure stops all of them."""
+    servers = []
 
-    def one(item):
-        name, (_, flags) = item
-        flags = ["--model-path", str(model), *flags, *extra_flags]
+    def one(name):
         return name, ask(
             name,
-            flags,
+            launches[name],
             prompts,
+            servers,
             embedded=embedded,
             logs=logs,
             progress=progress,
@@ -131,52 +125,14 @@ def run_all(model, draft, prompts, *, embedded, extra_flags, logs, progress):
 
     # Two cores run two interpreters; on a GPU each server sizes its pool from what is free.
     with ThreadPoolExecutor(2 if embedded else 1) as pool:
-        return dict(pool.map(one, configurations(draft).items()))
-
-
-def judge(prompts, results, bound):
-    """Rows of the table: each prompt's tokens three ways, and how (c) compares with (b)."""
-    rows = []
-    for index, prompt in enumerate(prompts):
-        a, b, c = (results[name][0][index] for name in "abc")
-        rows.append(
-            {
-                "prompt": prompt["name"],
-                "prompt_tokens": b.prompt_tokens,
-                "tokens": {"a": a.tokens, "b": b.tokens, "c": c.tokens},
-                "text": {"a": a.text, "b": b.text, "c": c.text},
-                "b_c": compare(b.tokens, c.tokens, b.gaps, bound),
-                "a_b": compare(a.tokens, b.tokens, a.gaps, bound),
-                "accept_length": c.accept_length,
-            }
-        )
-    return rows
-
-
-def print_table(rows, reports):
-    """The table for a person: answers first, then the comparison, then the pools."""
-    for row in rows:
-        print(f"\n{row['prompt']} ({row['prompt_tokens']} prompt tokens)")
-        for name in "abc":
-            print(f"  ({name}) {row['text'][name]!r}")
-            print(f"      {' '.join(map(str, row['tokens'][name]))}")
-    print(f"\n{'prompt':<16}{'tokens':>7}  {'(b) and (c)':<32}{'accept length':>14}  (a) and (b)")
-    for row in rows:
-        length = row["accept_length"]
-        print(
-            f"{row['prompt']:<16}{len(row['tokens']['b']):>7}  {row['b_c']!s:<32}"
-            f"{'-' if length is None else format(length, '.2f'):>14}  {row['a_b']!s}"
-        )
-    lengths = [row["accept_length"] for row in rows if row["accept_length"] is not None]
-    if lengths:
-        print(f"mean accept length {sum(lengths) / len(lengths):.2f}")
-    print("\nKV bytes a token:")
-    for name, report in reports.items():
-        target, draft = report["target"], report["draft"]
-        line = f"  ({name}) target {target['bytes_per_token']} ({target['dtype']}, {target['layers']} layers)"
-        if draft:
-            line += f", drafter {draft['bytes_per_token']} ({draft['dtype']}, {draft['layers']} layers)"
-        print(f"{line}; {report['max_total_num_tokens']} tokens")
+        pending = [pool.submit(one, name) for name in launches]
+        try:
+            return dict(sorted(done.result() for done in as_completed(pending)))
+        except BaseException:  # an interrupt too: leaving the block waits for the threads
+            pool.shutdown(wait=False, cancel_futures=True)
+            for server in servers:
+                server.stop()
+            raise
 
 
 def installed_versions():
@@ -233,28 +189,67 @@ def build_parser():
     return parser
 
 
+def judged_launches(args, gpu):
+    """SGLang's flags of the three servers by name, each judged as `fp4kv serve` judges them.
+
+    Raises: UsageError, Refused
+    """
+    extra = [*([] if gpu is None else GPU_FLAGS), *args.sglang_flags]
+    launches = {}
+    for name, (_, flags) in configurations(args.draft).items():
+        launches[name] = ["--model-path", str(args.model), *flags, *extra]
+        judge_launch([*launches[name], "--port", str(free_port())])
+    return launches
+
+
+def check_outputs(args):
+    """Raises UsageError where the logs or the result could not be written, before minutes are spent."""
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise UsageError(f"--json {args.json}: no file can be written there")
+    if args.logs is not None:
+        try:
+            args.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--logs {args.logs}: no folder can be made there ({error.strerror})") from None
+
+
 def main(argv=None):
     args = build_parser().parse_args(argv)
     progress = Progress()
     gpu = None if args.embedded else gpu_name()
     progress(f"running on {gpu or 'the embedded CPU platform (Triton interpreter)'}")
     bound = CPU_BOUND if gpu is None else NEAR_TIE_BOUNDS["nvfp4"]
-    prompts = load_prompts(args.prompts, args.model)
-    with tempfile.TemporaryDirectory(prefix="fp4kv-demo-") as scratch:
-        try:
+    try:
+        launches = judged_launches(args, gpu)
+        prompts = load_prompts(args.prompts, args.model)
+        for prompt in prompts:
+            prompt.setdefault("max_new_tokens", MAX_NEW_TOKENS)
+        check_outputs(args)
+        with tempfile.TemporaryDirectory(prefix="fp4kv-demo-") as scratch:
             results = run_all(
-                args.model,
-                args.draft,
+                launches,
                 prompts,
                 embedded=gpu is None,
-                extra_flags=[*([] if gpu is None else GPU_FLAGS), *args.sglang_flags],
                 logs=args.logs or scratch,
                 progress=progress,
             )
-        except ServerFailed as error:
-            print(f"make demo: {error}", file=sys.stderr)
-            return 1
+    except UsageError as error:
+        print(f"make demo: {error}", file=sys.stderr)
+        return 2
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 3
+    except (ServerFailed, ServerError, OSError) as error:
+        print(f"make demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("make demo: interrupted; the servers are stopped", file=sys.stderr)
+        return 130
     reports = {name: fp4kv_report(info) for name, (_, info) in results.items()}
+    problems = not_as_asked(reports)
+    if problems:
+        print(f"make demo: not what was asked for: {'; '.join(problems)}", file=sys.stderr)
+        return 1
     rows = judge(prompts, results, bound)
     print_table(rows, reports)
     if args.json:
@@ -278,4 +273,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -56,14 +56,18 @@ def parse(argv):
     Raises: UsageError for an unknown flag (with the nearest spelling), a value outside the
     choices, a missing value or a missing --model-path.
     """
+    if "--" in argv:
+        raise UsageError("'--' is written once, before SGLang's flags")
+    if "--help" in argv or "-h" in argv:
+        raise UsageError("SGLang's own help is `python -m sglang.launch_server --help`")
     parser = _Parser(prog="fp4kv serve --", add_help=False)
     names = []
     for option in load_table()["options"]:
         names.extend(option["names"])
         _add(parser, option)
-    if "--config" in argv or any(a.startswith("--config=") for a in argv):
-        raise UsageError("--config is not read here; write its flags on the command line")
     known, rest = parser.parse_known_args(argv)
+    if known.config is not None:
+        raise UsageError("--config is not read here; write its flags on the command line")
     if rest:
         flag = rest[0].split("=", 1)[0]
         near = difflib.get_close_matches(flag, names, n=1)

@@ -7,6 +7,7 @@ atomically, all or none.
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def _run(args, result):
     command, target = args.patch_command, getattr(args, "target", None)
     for flag in ("target", "wheel"):
         path = getattr(args, flag, None)
-        if path is not None and not path.exists():
+        if path is not None and not os.path.exists(path):
             raise BadUsage(f"--{flag} {path} does not exist")
     asked = f"fp4kv patch {command}" + (f" --target {target}" if target is not None else "")
     if command == "verify":

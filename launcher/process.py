@@ -56,6 +56,7 @@ class ServerProcess:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen | None = None
+        self._shared: set[Path] = set()
 
     def __enter__(self) -> "ServerProcess":
         return self.start()
@@ -100,7 +101,13 @@ class ServerProcess:
     def signal(self, number: int) -> None:
         """Send a signal to the server's first process; it ends its workers itself."""
         if self._process is not None and self._process.poll() is None:
+            self.note_shared_memory()
             self._process.send_signal(number)
+
+    def note_shared_memory(self) -> None:
+        """Remember the shared memory to remove in `stop`, for when the server has ended by then."""
+        if self._process is not None:
+            self._shared |= _shared_memory_of(self._process.pid)
 
     def wait_ready(
         self,
@@ -125,6 +132,7 @@ class ServerProcess:
             if waited > timeout:
                 raise ServerFailed(self._report(f"did not answer within {timeout:g} s"))
             if self._answers(path, timeout - waited):
+                self.note_shared_memory()
                 return time.monotonic() - begun
             if on_progress is not None and time.monotonic() - shown >= 1:
                 shown = time.monotonic()
@@ -140,7 +148,7 @@ class ServerProcess:
         if self._process is None:
             return
         group = self._process.pid
-        shared = _shared_memory_of(group)
+        self.note_shared_memory()
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -153,7 +161,7 @@ class ServerProcess:
         gone_by = time.monotonic() + grace
         while _group_alive(group) and time.monotonic() < gone_by:
             time.sleep(0.05)
-        for path in shared:
+        for path in self._shared:
             path.unlink(missing_ok=True)
 
     def last_lines(self, count: int = _LAST_LINES) -> list[str]:

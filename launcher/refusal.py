@@ -106,7 +106,7 @@ TEXTS = {
     "FP4-013": Text(
         name="draft-names-a-missing-layer",
         says="the draft wants the output of target layers {wrong}, and the target has {layers} layers",
-        why="a layer's output is captured as the next layer's input, so ids run from 0 to {last}; any other captures nothing and the drafter gets fewer features than it was trained on",
+        why="a layer's output is captured as the next layer's input, so an id must be below {limit}; any other captures nothing and the drafter gets fewer features than it was trained on",
         evidence="set_dflash_layers_to_capture in srt/models/qwen3.py @ sglang 0.5.23",
         help="use the draft that was trained for this target",
     ),

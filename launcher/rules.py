@@ -58,8 +58,8 @@ def backend_is_not_triton(launch):
             "prefill_attention_backend",
             "decode_attention_backend",
         ),
-        "prefill": launch.backends[0],
-        "decode": launch.backends[1],
+        "prefill": launch.backends[0] or "SGLang's default",
+        "decode": launch.backends[1] or "SGLang's default",
     }
 
 
@@ -93,7 +93,7 @@ def draft_layer_is_not_captured(launch):
         "asked": f"target_layer_ids {list(draft.target_layer_ids)} in {draft.path}",
         "wrong": wrong,
         "layers": target.num_layers,
-        "last": target.num_layers - 2,
+        "limit": target.num_layers - 1,
     }
 
 

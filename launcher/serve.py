@@ -2,17 +2,20 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 
 from launcher import patchset, rules
 from launcher.client import ServerError, fp4kv_report, server_info
 from launcher.flags import UsageError, parse
-from launcher.modelfacts import read_facts
+from launcher.modelfacts import locate, read_facts
 from launcher.process import ServerProcess
 from launcher.refusal import Refused, refusal
 
-_PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
+# -P: a folder sglang/ where the user stands is not the SGLang that was judged.
+COMMAND = (sys.executable, "-P", "-m", "sglang.launch_server")
+PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
 _POLL_SECONDS = 2
 
 
@@ -37,8 +40,9 @@ def launch_command(sglang_flags, *, embedded=False, environ=os.environ):
         from sglang_fp4kv.embedded.environment import embedded_env, embedded_flags
 
         env.update(embedded_env())
-        flags += embedded_flags(flags)
-    return [sys.executable, "-m", "sglang.launch_server", *flags], env
+        # Before the user's: of a repeated flag SGLang takes the last, in any spelling.
+        flags = [*embedded_flags(flags), *flags]
+    return [*COMMAND, *flags], env
 
 
 def judge_launch(sglang_flags):
@@ -47,16 +51,56 @@ def judge_launch(sglang_flags):
     Raises: UsageError for what cannot be meant, Refused for what cannot run.
     """
     flags = parse(sglang_flags)
-    target = read_facts(flags.model_path, "--model-path")
-    draft = None
+    _check_address(flags)
+    paths = {"--model-path": flags.model_path}
     if flags.speculative_draft_model_path is not None:
-        draft = read_facts(flags.speculative_draft_model_path, "--speculative-draft-model-path")
-    refusals = rules.judge(rules.Launch(flags, target, draft))
-    if flags.kv_cache_dtype == "nvfp4":
-        refusals += _judge_patches()
+        paths["--speculative-draft-model-path"] = flags.speculative_draft_model_path
+    if flags.kv_cache_dtype != "nvfp4":
+        for flag, path in paths.items():
+            locate(path, flag)
+        return flags
+    facts = {flag: read_facts(path, flag) for flag, path in paths.items()}
+    _check_pairing(flags)
+    target, draft = facts["--model-path"], facts.get("--speculative-draft-model-path")
+    refusals = [*rules.judge(rules.Launch(flags, target, draft)), *_judge_patches()]
     if refusals:
         raise Refused(*refusals)
     return flags
+
+
+def _check_address(flags):
+    """Raises UsageError unless the server could listen where it is asked to, now."""
+    host, port = flags.host, flags.port
+    if not 1 <= port <= 65535:
+        raise UsageError(f"--port {port}: a port is a number from 1 to 65535")
+    if flags.enable_http_worker_reuseport:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"--host {host} --port {port}: nothing can listen there ({why})") from None
+
+
+def _check_pairing(flags):
+    algorithm, draft = flags.speculative_algorithm, flags.speculative_draft_model_path
+    if draft is not None and algorithm is None:
+        raise UsageError(
+            f"--speculative-draft-model-path {draft}: without --speculative-algorithm nothing drafts"
+        )
+    if algorithm is None or algorithm.upper() != "DFLASH":
+        return
+    if draft is None:
+        raise UsageError(
+            f"--speculative-algorithm {algorithm}: --speculative-draft-model-path is missing"
+        )
+    if os.path.realpath(draft) == os.path.realpath(flags.model_path):
+        raise UsageError(f"--speculative-draft-model-path {draft}: that is the target itself")
 
 
 def _judge_patches():
@@ -73,23 +117,21 @@ def _judge_patches():
 
 def run(args):
     """Exit codes: the server's own once it started; 2 bad usage, 3 refused or not proven."""
+    argv, env = launch_command(args.sglang_flags, embedded=args.embedded)
     try:
-        flags = judge_launch(args.sglang_flags)
+        flags = judge_launch(argv[len(COMMAND) :])
     except UsageError as error:
         print(f"fp4kv serve: {error}", file=sys.stderr)
         return 2
     except Refused as error:
         print(error, file=sys.stderr)
         return 3
-    argv, env = launch_command(args.sglang_flags, embedded=args.embedded)
-    if args.embedded:
-        flags = parse(argv[3:])
     _print_effective(flags)
     return _Supervisor(argv, env, flags).run()
 
 
 def _print_effective(flags):
-    if flags.kv_cache_dtype != "nvfp4" or flags.speculative_algorithm is None:
+    if flags.kv_cache_dtype != "nvfp4" or not flags.speculative_algorithm:
         return
     asked = flags.speculative_draft_kv_cache_dtype
     print(
@@ -105,19 +147,21 @@ class _Supervisor:
     def __init__(self, argv, env, flags):
         self.flags = flags
         self.unproven = None
+        self.stopped_by = None
         self.done = threading.Event()
-        host = flags.host or "127.0.0.1"
-        scheme = "https" if flags.ssl_certfile else "http"
-        self.url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{flags.port}"
+        self.url = _url(flags)
         self.server = ServerProcess(argv, env, None, flags.port)
 
     def run(self):
         previous = {
-            number: signal.signal(number, lambda number, _frame: self.server.signal(number))
-            for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._forward)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
             self.server.start()
+            if self.stopped_by is not None:  # it came before there was a process to send it to
+                self.server.signal(self.stopped_by)
             threading.Thread(target=self._prove, daemon=True).start()
             code = self.server.wait()
         finally:
@@ -130,26 +174,41 @@ class _Supervisor:
             return 3
         return code if code >= 0 else 128 - code
 
+    def _forward(self, number, _frame):
+        # SGLang winds down on SIGTERM and SIGINT; the terminal's SIGHUP would just end its leader.
+        # It answers every running request first; a second signal does not wait for that.
+        again = self.stopped_by is not None
+        self.stopped_by = signal.SIGTERM if number == signal.SIGHUP else number
+        self.server.signal(signal.SIGKILL if again else self.stopped_by)
+
     def _prove(self):
         """Once the server answers, prints what the scheduler reports, or stops the server."""
         key = self.flags.admin_api_key or self.flags.api_key
-        headers = {"Authorization": f"Bearer {key}"} if key else None
+        headers = {"Authorization": f"Bearer {key}".encode()} if key else None
         while not self.done.wait(_POLL_SECONDS):
             try:
                 info = server_info(self.url, headers=headers, verify=not self.flags.ssl_certfile)
             except (OSError, ServerError):
                 continue
+            self.server.note_shared_memory()
             self._conclude(fp4kv_report(info))
             return
 
     def _conclude(self, report):
         if self.flags.kv_cache_dtype != "nvfp4":
             return
-        if report is None or report["target"]["class"] != _PACKED_POOL:
+        if report is None or report["target"]["class"] != PACKED_POOL:
             self.unproven = f"the scheduler does not report the NVFP4 pool (it reports {report})"
             self.server.signal(signal.SIGTERM)
             return
         print(f"fp4kv serve: proven: {describe(report)}", file=sys.stderr, flush=True)
+
+
+def _url(flags):
+    """Where the server is reached from this machine."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(flags.host or "", flags.host)
+    scheme = "https" if flags.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{flags.port}"
 
 
 def describe(report):

@@ -35,6 +35,9 @@ def test_sglangs_fields_and_defaults():
         (["--model-path"], "expected one argument"),
         ([], "required: --model-path"),
         ([*BASE, "--config", "f.yaml"], "--config is not read here"),
+        ([*BASE, "--conf=f.yaml"], "--config is not read here"),
+        ([*BASE, "--", "--tp", "2"], "'--' is written once"),
+        (["--help"], "python -m sglang.launch_server --help"),
     ],
 )
 def test_bad_flags_are_named(argv, message):

@@ -322,6 +322,7 @@ def test_no_sglang_to_import_is_refused(monkeypatch, capsys):
     [
         (["apply", "--target", "/no/such/folder"], "--target /no/such/folder does not exist"),
         (["verify", "--wheel", "/no/such.whl"], "--wheel /no/such.whl does not exist"),
+        (["status", "--target", "a" * 5000], "aaaa does not exist"),
         (["refit"], "invalid choice: 'refit'"),
         (["apply", "--fuzz"], "unrecognized arguments: --fuzz"),
         ([], "the following arguments are required: COMMAND"),

@@ -115,6 +115,18 @@ def test_sglangs_shared_memory_is_removed(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")
+def test_shared_memory_of_a_server_that_ended_by_itself_is_removed(tmp_path):
+    path = Path(f"/dev/shm/sglang_loads_ended_{os.getpid()}.shm")
+    source = f"held = open({str(path)!r}, 'w')\n" + SERVER
+    with server(tmp_path, source) as process:
+        process.wait_ready(30)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert path.exists()
+    assert not path.exists()
+
+
 def test_before_start(tmp_path):
     process = server(tmp_path)
     assert process.pid is None and process.returncode() is None and process.last_lines() == []

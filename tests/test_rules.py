@@ -85,10 +85,23 @@ def test_other_kv_dtypes_are_not_judged(tmp_path):
         ({"block_size": 0}, "block_size must be a positive integer, got 0"),
         ({"head_dim": "64"}, "head_dim must be a positive integer, got '64'"),
         ({"dflash_config": {"target_layer_ids": []}}, r"target_layer_ids must be a list of layer ids, got \[\]"),
+        ({"target_layer_ids": [1, 1]}, r"target_layer_ids must ascend without repeats, got \[1, 1\]"),
+        ({"target_layer_ids": [2, 0]}, r"target_layer_ids must ascend without repeats, got \[2, 0\]"),
+        ("[1]", r"the whole file must be a JSON object, got \[1\]"),
+        ("null", "it holds null and no configuration"),
+        ("[" * 100_000, "config.json is not JSON"),
+        ("\xff", "config.json is not JSON"),
+        ({"text_config": [TARGET]}, "text_config must be a JSON object, got "),
+        ({"dflash_config": "x"}, "dflash_config must be a JSON object, got 'x'"),
+        ({"num_attention_heads": 0, "hidden_size": 64}, "num_attention_heads must be a positive integer, got 0"),
+        ({"num_attention_heads": "4", "hidden_size": 64}, "must be a positive integer, got '4'"),
+        ({"num_attention_heads": 4, "hidden_size": 64.0}, "hidden_size must be a positive integer, got 64.0"),
+        ({"num_attention_heads": 9, "hidden_size": 4}, r"\(4 // 9\) must be a positive integer, got 0"),
     ],
 )
 def test_a_config_that_cannot_be_meant_is_named(tmp_path, config, message):
-    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    text = config if isinstance(config, str) else json.dumps(config)
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match=message):
         read_facts(str(tmp_path), "--model-path")
 
@@ -101,6 +114,44 @@ def test_missing_folders_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="a folder is needed"):
         read_facts(f"{tmp_path}/file", "--model-path")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "--model-path '': a folder or a hub id is needed"),
+        ("a" * 5000, "it cannot be opened .File name too long"),
+        ("a\0b", "it cannot be opened .embedded null byte"),
+        ("nobody/no--ne", "it is no hub id"),
+        ("\u043c\u043e/\u0434\u0435", "there is no such folder"),
+        ("gpt2", "a hub id is written owner/name"),
+    ],
+)
+def test_paths_that_cannot_be_meant_are_named(path, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        read_facts(path, "--model-path")
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    with pytest.raises(UsageError, match=r"config.json: it cannot be read \(Permission denied\)"):
+        read_facts(str(tmp_path), "--model-path")
+
+
+def test_a_url_is_left_to_sglang():
+    assert read_facts("s3://bucket/model", "--model-path") is None
+
+
+def test_nothing_asked_is_told_as_the_default(tmp_path):
+    case = launch(tmp_path)
+    case.flags.attention_backend = None
+    assert "prefill on SGLang's default and decode on SGLang's default" in render(judge(case))
 
 
 def test_a_hub_id_outside_the_cache_is_left_to_sglang(monkeypatch):

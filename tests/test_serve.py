@@ -1,13 +1,19 @@
 """`fp4kv serve` up to the moment the server would start: exit codes and messages."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
 
 from launcher import cli, serve
 from launcher.patchset import PatchState
+from launcher.process import free_port
 
 TARGET = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
 DRAFT = {**TARGET, "block_size": 8, "dflash_config": {"target_layer_ids": [0, 1, 2]}}
@@ -43,7 +49,7 @@ def launch(tmp_path, monkeypatch, capsys):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "config.json").write_text(json.dumps(config))
         base = ["--model-path", str(tmp_path / "t"), "--kv-cache-dtype", "nvfp4"]
-        base += ["--attention-backend", "triton"]
+        base += ["--attention-backend", "triton", "--port", str(free_port())]
         argv = ["serve", *(["--embedded"] if embedded else []), "--", *base, *flags]
         return cli.main(argv), capsys.readouterr().err
 
@@ -108,12 +114,12 @@ def test_what_was_asked_and_what_is_effective_are_shown(launch, capsys):
 def test_embedded_adds_its_flags_and_keeps_the_users(tmp_path):
     flags = ["--model-path", "m", "--max-total-tokens", "99"]
     argv, env = serve.launch_command(flags, embedded=True, environ={"HOME": "/h"})
-    assert argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert argv[:4] == [sys.executable, "-P", "-m", "sglang.launch_server"]
     assert argv.count("--max-total-tokens") == 1 and argv[argv.index("--max-total-tokens") + 1] == "99"
     assert argv[argv.index("--device") + 1] == "cpu"
     assert env["TRITON_INTERPRET"] == "1" and env["HOME"] == "/h"
     argv, env = serve.launch_command(flags, environ={"HOME": "/h"})
-    assert argv[3:] == flags and env == {"HOME": "/h"}
+    assert argv[4:] == flags and env == {"HOME": "/h"}
 
 
 def test_a_server_that_does_not_report_the_pool_is_stopped():
@@ -124,3 +130,118 @@ def test_a_server_that_does_not_report_the_pool_is_stopped():
     supervisor.server = SimpleNamespace(signal=signals.append)
     supervisor._conclude(None)
     assert signals and "does not report the NVFP4 pool" in supervisor.unproven
+
+
+def test_what_is_judged_is_what_starts(launch, tmp_path):
+    base = ["serve", "--embedded", "--", "--model-path", str(tmp_path / "t"), "--port", str(free_port())]
+    with pytest.raises(Started):
+        launch()
+    with pytest.raises(Started):  # embedded mode itself asks for Triton
+        cli.main([*base, "--kv-cache-dtype", "nvfp4"])
+    argv, _ = serve.launch_command(["--model-path", "m", "--max-total-tok", "99"], embedded=True)
+    assert argv.index("--max-total-tokens") < argv.index("--max-total-tok")  # SGLang takes the last
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "0"], "--port 0: a port is a number from 1 to 65535"),
+        (["--port", "65536"], "--port 65536: a port is a number from 1 to 65535"),
+        (["--host", "127.0.0.1:80"], "--host 127.0.0.1:80 --port"),
+        (["--speculative-algorithm", "dflash"], "dflash: --speculative-draft-model-path is missing"),
+        (["--speculative-draft-model-path", "d"], "without --speculative-algorithm nothing drafts"),
+        (
+            ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "./t/"],
+            "--speculative-draft-model-path ./t/: that is the target itself",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_exit_2(launch, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    code, text = launch(*flags)
+    assert code == 2 and message in text
+
+
+def test_a_busy_port_is_exit_2_before_anything_starts(launch):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        code, text = launch("--port", port)
+    assert code == 2 and f"--port {port}: nothing can listen there (Address already in use)" in text
+
+
+def test_sglang_flags_before_the_dashes_name_the_dashes(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--model-path", "m"])
+    assert end.value.code == 2 and "SGLang's flags follow '--'" in capsys.readouterr().err
+
+
+def test_other_kv_dtypes_take_a_config_nobody_understands(launch):
+    with pytest.raises(Started):
+        launch("--kv-cache-dtype", "bf16", target=[1])
+
+
+@pytest.mark.parametrize(
+    ("host", "certificate", "url"),
+    [
+        (None, None, "http://127.0.0.1:7"),
+        ("0.0.0.0", None, "http://127.0.0.1:7"),
+        ("::", None, "http://[::1]:7"),
+        ("fe80::1", "c.pem", "https://[fe80::1]:7"),
+        ("example.org", None, "http://example.org:7"),
+    ],
+)
+def test_url(host, certificate, url):
+    assert serve._url(SimpleNamespace(host=host, port=7, ssl_certfile=certificate)) == url
+
+
+SIGNALLED = textwrap.dedent(
+    """
+    import os, signal, sys
+    from types import SimpleNamespace
+    from launcher import serve
+    flags = SimpleNamespace(host=None, port=1, ssl_certfile=None, kv_cache_dtype="nvfp4",
+                            admin_api_key=None, api_key=None)
+    server = serve._Supervisor([sys.executable, "-c", sys.argv[3]], None, flags)
+    start = server.server.start
+    def interrupted():
+        if sys.argv[2] == "before":
+            os.kill(os.getpid(), int(sys.argv[1]))
+        start()
+        if sys.argv[2] == "after":
+            os.kill(os.getpid(), int(sys.argv[1]))
+    server.server.start = interrupted
+    code = server.run()
+    sys.exit(code if server.server.returncode() is not None else 99)
+    """
+)
+
+
+def signalled(number, when, child):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED, str(int(number)), when, child],
+        cwd=root, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_server_even_while_it_starts(number, when):
+    with signalled(number, when, "import time; time.sleep(60)") as process:
+        expected = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        assert process.wait(30) in (1, 128 + expected)
+
+
+def test_a_second_signal_does_not_wait_for_running_requests():
+    child = (
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('drains', flush=True));"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    with signalled(0, "never", child) as process:
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.stdout.readline() == "drains\n"
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGKILL

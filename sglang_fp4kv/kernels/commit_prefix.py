@@ -10,17 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_fp4kv.formats import BLOCK_SIZE, check_global_scale
 from sglang_fp4kv.kernels.commit_prefix_plain import commit_prefix_plain
 from sglang_fp4kv.kernels.prefix_rows import check_block, row_slot
-from sglang_fp4kv.kernels.store_nvfp4 import (
-    BLOCKS_PER_PROGRAM,
-    NUM_WARPS,
-    check_same_device,
-    check_sources,
-    encode_and_store,
-    pool_views,
-)
+from sglang_fp4kv.kernels.store_nvfp4 import check_sources, encode_and_store, launch_writer
 
 __all__ = ["commit_prefix_nvfp4", "commit_prefix_plain"]
 
@@ -122,58 +114,13 @@ def commit_prefix_nvfp4(
       @ 0.5.23
     """
     check_sources(k, v)
-    tokens, heads, head_dim = k.shape
-    check_block(loc_2d, commit_lens, tokens)
-    k_words, k_scales = pool_views("k", k_codes, k_scales, heads, head_dim)
-    v_words, v_scales = pool_views("v", v_codes, v_scales, heads, head_dim)
-    if k_codes.shape != v_codes.shape:
-        raise ValueError(
-            f"k_codes and v_codes must have one shape, got {tuple(k_codes.shape)} "
-            f"and {tuple(v_codes.shape)}"
-        )
-    check_same_device(
-        k,
-        v=v,
-        loc_2d=loc_2d,
-        commit_lens=commit_lens,
-        k_codes=k_codes,
-        v_codes=v_codes,
-        k_scales=k_scales,
-        v_scales=v_scales,
-    )
-    k_global_scale = check_global_scale(k_global_scale)
-    v_global_scale = check_global_scale(v_global_scale)
-    blocks_per_row = head_dim // BLOCK_SIZE
-    total_blocks = tokens * heads * blocks_per_row
-    if total_blocks == 0 or k_codes.numel() == 0:
-        return
-    blocks_per_program = min(
-        BLOCKS_PER_PROGRAM, triton.next_power_of_2(total_blocks)
-    )
-    _commit_prefix_nvfp4_kernel[(triton.cdiv(total_blocks, blocks_per_program),)](
+    check_block(loc_2d, commit_lens, k.shape[0])
+    launch_writer(
+        _commit_prefix_nvfp4_kernel,
         k,
         v,
-        loc_2d,
-        commit_lens,
-        k_words,
-        v_words,
-        k_scales,
-        v_scales,
-        total_blocks,
-        k_codes.shape[0],
-        k_global_scale,
-        v_global_scale,
-        *loc_2d.stride(),
-        commit_lens.stride(0),
-        loc_2d.shape[1],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        k_words.stride(0),
-        v_words.stride(0),
-        k_scales.stride(0),
-        v_scales.stride(0),
-        HEADS=heads,
-        BLOCKS_PER_ROW=blocks_per_row,
-        BLOCKS_PER_PROGRAM=blocks_per_program,
-        num_warps=NUM_WARPS,
+        {"loc_2d": loc_2d, "commit_lens": commit_lens},
+        (*loc_2d.stride(), commit_lens.stride(0), loc_2d.shape[1]),
+        (k_codes, v_codes, k_scales, v_scales),
+        (k_global_scale, v_global_scale),
     )

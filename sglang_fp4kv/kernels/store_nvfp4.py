@@ -208,6 +208,64 @@ def pool_views(
     return codes.view(torch.int32), scales.view(torch.uint8)
 
 
+def launch_writer(kernel, k, v, indices, index_layout, pool, global_scales) -> None:
+    """Check a layer's pool and start ``kernel`` over the 16-element blocks of k and v.
+
+    indices        name -> tensor, in the kernel's order; on k's device
+    index_layout   the kernel's integers about them, in its order
+    pool           k_codes, v_codes, k_scales, v_scales as store_nvfp4 takes them
+    global_scales  of K and V
+    Raises: ValueError for a wrong shape, dtype, stride, device or global scale
+    """
+    tokens, heads, head_dim = k.shape
+    k_codes, v_codes, k_scales, v_scales = pool
+    global_scales = [check_global_scale(scale) for scale in global_scales]
+    k_words, k_scales = pool_views("k", k_codes, k_scales, heads, head_dim)
+    v_words, v_scales = pool_views("v", v_codes, v_scales, heads, head_dim)
+    if k_codes.shape != v_codes.shape:
+        raise ValueError(
+            f"k_codes and v_codes must have one shape, got {tuple(k_codes.shape)} "
+            f"and {tuple(v_codes.shape)}"
+        )
+    check_same_device(
+        k,
+        v=v,
+        **indices,
+        k_codes=k_codes,
+        v_codes=v_codes,
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+    blocks_per_row = head_dim // BLOCK_SIZE
+    total_blocks = tokens * heads * blocks_per_row
+    if total_blocks == 0 or k_codes.numel() == 0:
+        return
+    blocks_per_program = min(BLOCKS_PER_PROGRAM, triton.next_power_of_2(total_blocks))
+    kernel[(triton.cdiv(total_blocks, blocks_per_program),)](
+        k,
+        v,
+        *indices.values(),
+        k_words,
+        v_words,
+        k_scales,
+        v_scales,
+        total_blocks,
+        k_codes.shape[0],
+        *global_scales,
+        *index_layout,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        k_words.stride(0),
+        v_words.stride(0),
+        k_scales.stride(0),
+        v_scales.stride(0),
+        HEADS=heads,
+        BLOCKS_PER_ROW=blocks_per_row,
+        BLOCKS_PER_PROGRAM=blocks_per_program,
+        num_warps=NUM_WARPS,
+    )
+
+
 def store_nvfp4(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -234,57 +292,17 @@ def store_nvfp4(
     Source: written from the NVFP4 layout in formats.py
     """
     check_sources(k, v)
-    tokens, heads, head_dim = k.shape
+    tokens = k.shape[0]
     if tuple(slots.shape) != (tokens,):
         raise ValueError(f"slots must be [{tokens}], got {tuple(slots.shape)}")
     if slots.dtype != torch.int64:
         raise ValueError(f"slots must be int64, got {slots.dtype}")
-    k_words, k_scales = pool_views("k", k_codes, k_scales, heads, head_dim)
-    v_words, v_scales = pool_views("v", v_codes, v_scales, heads, head_dim)
-    if k_codes.shape != v_codes.shape:
-        raise ValueError(
-            f"k_codes and v_codes must have one shape, got {tuple(k_codes.shape)} "
-            f"and {tuple(v_codes.shape)}"
-        )
-    check_same_device(
-        k,
-        v=v,
-        slots=slots,
-        k_codes=k_codes,
-        v_codes=v_codes,
-        k_scales=k_scales,
-        v_scales=v_scales,
-    )
-    k_global_scale = check_global_scale(k_global_scale)
-    v_global_scale = check_global_scale(v_global_scale)
-    blocks_per_row = head_dim // BLOCK_SIZE
-    total_blocks = tokens * heads * blocks_per_row
-    if total_blocks == 0 or k_codes.numel() == 0:
-        return
-    blocks_per_program = min(
-        BLOCKS_PER_PROGRAM, triton.next_power_of_2(total_blocks)
-    )
-    _store_nvfp4_kernel[(triton.cdiv(total_blocks, blocks_per_program),)](
+    launch_writer(
+        _store_nvfp4_kernel,
         k,
         v,
-        slots,
-        k_words,
-        v_words,
-        k_scales,
-        v_scales,
-        total_blocks,
-        k_codes.shape[0],
-        k_global_scale,
-        v_global_scale,
-        slots.stride(0),
-        *k.stride()[:2],
-        *v.stride()[:2],
-        k_words.stride(0),
-        v_words.stride(0),
-        k_scales.stride(0),
-        v_scales.stride(0),
-        HEADS=heads,
-        BLOCKS_PER_ROW=blocks_per_row,
-        BLOCKS_PER_PROGRAM=blocks_per_program,
-        num_warps=NUM_WARPS,
+        {"slots": slots},
+        slots.stride(),
+        (k_codes, v_codes, k_scales, v_scales),
+        (k_global_scale, v_global_scale),
     )

@@ -124,7 +124,7 @@ def train(model, rows: dict, device: str, seed: int, steps: int, cap_s: float, t
     Runs on: CUDA or CPU; deterministic up to the device's own kernels unless `cap_s` ends it
     """
     model.to(device, torch.float32).train()
-    opt, start, step, seen, loss_sum = optimizer(model, device), time.monotonic(), 0, 0, None
+    opt, start, step, seen = optimizer(model, device), time.monotonic(), 0, 0
     rows = {k: tuple(x.to(device) for x in v) for k, v in rows.items()}
     history, done, epoch = [], 0.0, 0
     while done < 1:

@@ -92,6 +92,8 @@ def unproven(server_args):
         "--enable-hisparse": cfg.enable_hisparse,
         f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
         "--enable-deterministic-inference": cfg.enable_deterministic_inference,
+        # A mixed batch sends decodes through prefill, which reads their own K and V in BF16.
+        "--enable-mixed-chunk": cfg.enable_mixed_chunk,
         f"--speculative-algorithm {drafter}": drafter is not None
         and drafter not in PROVEN_DRAFTERS,
         f"DFLASH on a {model.dtype} target": drafter == "DFLASH"

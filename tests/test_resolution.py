@@ -27,6 +27,7 @@ ARGS = {
     "enable_hisparse": False,
     "dcp_size": 1,
     "enable_deterministic_inference": False,
+    "enable_mixed_chunk": False,
 }
 
 
@@ -113,6 +114,7 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"dcp_size": 2}, "--dcp-size 2"),
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
         ({"mla": True}, "an MLA model"),

@@ -7,6 +7,7 @@ over HTTP. :func:`require_active` is called by a patch before the scheduler repo
 import logging
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_fp4kv import __version__, formats
 
@@ -28,11 +29,17 @@ def record_budget(original, configurator, available_bytes, page_size):
 
 
 def _pool_report(pool):
+    """What a plain or packed K/V pool costs; of any other family only its class and dtype."""
+    found = {
+        "class": f"{type(pool).__module__}.{type(pool).__name__}",
+        "dtype": str(pool.dtype).removeprefix("torch."),
+    }
+    if not isinstance(pool, MHATokenToKVPool):
+        return found
     allocated = int(sum(pool.get_kv_size_bytes()))
     slots = pool.size + pool.page_size
     return {
-        "class": f"{type(pool).__module__}.{type(pool).__name__}",
-        "dtype": str(pool.dtype).removeprefix("torch."),
+        **found,
         "layers": pool.layer_num,
         "kv_heads": pool.head_num,
         "head_dim": pool.head_dim,

@@ -1,0 +1,82 @@
+"""The scheduler's report and the check before it is ready, on stand-ins for SGLang's objects."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def proof(monkeypatch):
+    from sglang.srt.arg_groups import overrides
+
+    from sglang_fp4kv import integration, proof
+
+    monkeypatch.setattr(overrides, "resolved_view", lambda args: args)
+    monkeypatch.setattr(integration, "inactive_parts", lambda: [])
+    return proof
+
+
+class OtherPool:
+    """A pool of another family: no heads, no layers, sizes of its own."""
+
+    dtype = torch.bfloat16
+
+
+def scheduler(pool, kv_cache_dtype="nvfp4", draft_pool=None):
+    args = SimpleNamespace(
+        kv_cache_dtype=kv_cache_dtype,
+        attention_backend="triton",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+    )
+    backend = SimpleNamespace()
+    draft = draft_pool and SimpleNamespace(
+        draft_model_runner=SimpleNamespace(token_to_kv_pool=draft_pool, attn_backend=backend)
+    )
+    runner = SimpleNamespace(token_to_kv_pool=pool, attn_backend=backend)
+    return SimpleNamespace(
+        server_args=args,
+        tp_worker=SimpleNamespace(model_runner=runner),
+        draft_worker=draft,
+        max_total_num_tokens=7,
+    )
+
+
+def test_a_server_with_another_kind_of_pool_still_answers_server_info(proof):
+    output = SimpleNamespace(internal_state={"kept": 1})
+    controller = SimpleNamespace(scheduler=scheduler(OtherPool(), "auto"))
+    assert proof.add_report(output, controller, None) is output
+    report = output.internal_state["fp4kv"]
+    assert output.internal_state["kept"] == 1
+    assert report["target"]["class"].endswith("OtherPool") and report["draft"] is None
+    assert report["max_total_num_tokens"] == 7
+
+
+def test_a_server_without_nvfp4_is_not_judged(proof):
+    proof.require_active(scheduler(OtherPool(), "auto"))
+
+
+def test_every_part_that_is_not_ours_is_named(proof):
+    with pytest.raises(RuntimeError) as error:
+        proof.require_active(scheduler(OtherPool(), draft_pool=OtherPool()))
+    for named in ("target's pool is OtherPool", "attention backend is types.", "drafter's pool is OtherPool"):
+        assert named in str(error.value)
+
+
+def test_a_plugin_that_did_not_take_effect_is_named(proof, monkeypatch):
+    from sglang_fp4kv import integration
+
+    monkeypatch.setattr(integration, "inactive_parts", lambda: ["the plugin"])
+    with pytest.raises(RuntimeError, match="not active in the scheduler process: the plugin"):
+        proof.require_active(scheduler(OtherPool()))
+
+
+def test_the_budget_is_what_sglang_divided(proof, monkeypatch):
+    monkeypatch.setattr(proof, "_budget", {})
+    configurator = SimpleNamespace(_cell_size=576)
+    config = SimpleNamespace(max_total_num_tokens=96)
+    assert proof.record_budget(lambda *_: config, configurator, 57600, 16) is config
+    assert proof._budget == {
+        "available_bytes": 57600, "page_size": 16, "bytes_per_token": 576, "tokens": 96,
+    }  # fmt: skip

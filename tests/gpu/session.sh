@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU host runs, from the repository's root: session.sh OUT_DIR PHASE...
-# PYTHON names an interpreter that has the pinned SGLang, patched (fp4kv patch apply), and pytest.
+# PYTHON names an interpreter that has the pinned SGLang, patched (fp4kv patch apply), and pytest with its
+# plugins xdist and timeout. MODEL and DRAFT name the folders of the smollm2 phase.
 set -uo pipefail
 out=$1; shift
 py=${PYTHON:-python3}

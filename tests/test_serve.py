@@ -201,6 +201,8 @@ SIGNALLED = textwrap.dedent(
     import os, signal, sys
     from types import SimpleNamespace
     from launcher import serve
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # whatever this test run inherited
     flags = SimpleNamespace(host=None, port=1, ssl_certfile=None, kv_cache_dtype="nvfp4",
                             admin_api_key=None, api_key=None)
     server = serve._Supervisor([sys.executable, "-c", sys.argv[3]], None, flags)

@@ -15,6 +15,7 @@ import pytest
 from launcher.client import fp4kv_report, generate, server_info
 from launcher.process import free_port
 from tests.e2e.server import START_TIMEOUT_S
+from tests.test_readme import make_recipe
 
 pytestmark = pytest.mark.e2e
 
@@ -24,13 +25,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_make_demo(tmp_path):
     """`make demo` with this environment in place of a fresh .venv, whose set-up `make test` has made."""
-    recipe = subprocess.run(
-        ["make", "--dry-run", "-o", ".venv/.installed", "demo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    (recipe,) = make_recipe("demo")
     assert recipe == ".venv/bin/python -m launcher.demo"
     result = tmp_path / "demo.json"
     command = recipe.replace(".venv/bin/python", sys.executable)

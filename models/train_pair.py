@@ -2,7 +2,7 @@
 """Train the shipped pair from nothing: tokenizer, target, the target's answers, drafter, measurements.
 
     python models/train_pair.py --device cuda                # what made models/pair, by steps
-    python models/train_pair.py --toy --out /tmp/pair        # the whole pipeline in a minute on a CPU
+    python models/train_pair.py --toy --out TOY_DIR          # the whole pipeline in a minute on a CPU
 
 Each stage has a step count, which a seed makes repeatable, and a time limit that only a machine too
 slow for the steps reaches; the learning rate then follows the clock, so a run always ends and saves.

@@ -13,10 +13,10 @@ for name in "$@"; do
       tests/test_store_nvfp4.py tests/test_commit_prefix.py tests/test_decode_nvfp4.py \
       tests/test_extend_nvfp4.py tests/test_pool.py 2>&1 | tee "$out/kernels.log" | tail -40 ;;
     pair) phase pair "$py" -m tests.gpu.serving models/pair/target models/pair/draft \
-      models/pair/prompts.json "$out/h200_pair.json" --logs /tmp/logs/pair ;;
+      models/pair/prompts.json "$out/h200_pair.json" --logs "$out/logs/pair" ;;
     smollm2) phase smollm2 "$py" -m tests.gpu.serving "$MODEL" "$DRAFT" \
-      tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs /tmp/logs/smollm2 ;;
-    demo) phase demo "$py" -m launcher.demo --json "$out/h200_demo.json" --logs /tmp/logs/demo ;;
+      tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs "$out/logs/smollm2" ;;
+    demo) phase demo "$py" -m launcher.demo --json "$out/h200_demo.json" --logs "$out/logs/demo" ;;
     bench) phase bench "$py" tests/bench/bench_attention.py --out "$out/h200_attention.json" ;;
     *) echo "unknown phase $name"; status=2 ;;
   esac

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from launcher.modelfacts import ModelFacts
 from launcher.refusal import refusal
 from sglang_fp4kv.formats import BLOCK_SIZE
-
-BACKEND = "triton"
-DRAFT_DTYPE_DEFAULT = "fp8_e4m3"
-DRAFT_DTYPES = (DRAFT_DTYPE_DEFAULT, "bf16", "bfloat16")
+from sglang_fp4kv.served import BACKEND, DRAFT_DTYPES
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from launcher.flags import UsageError, parse
 from launcher.modelfacts import locate, read_facts
 from launcher.process import ServerProcess
 from launcher.refusal import Refused, refusal
+from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT
 
 # -P: a folder sglang/ where the user stands is not the SGLang that was judged.
 COMMAND = (sys.executable, "-P", "-m", "sglang.launch_server")
@@ -136,7 +137,7 @@ def _print_effective(flags):
     asked = flags.speculative_draft_kv_cache_dtype
     print(
         f"fp4kv serve: drafter KV dtype: asked {asked or '(left out)'}, "
-        f"effective {asked or rules.DRAFT_DTYPE_DEFAULT}",
+        f"effective {asked or DRAFT_DTYPE_DEFAULT}",
         file=sys.stderr,
     )
 

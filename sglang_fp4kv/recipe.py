@@ -16,8 +16,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_fp4kv import formats
 from sglang_fp4kv.scales import read_global_scales
-
-BACKEND = "triton"
+from sglang_fp4kv.served import BACKEND
 
 _PACKED_ACCESSES = tuple(
     KVCacheAttentionAccess(

@@ -16,12 +16,10 @@ from sglang.srt.arg_groups.overrides import (
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from sglang_fp4kv import formats
-from sglang_fp4kv.recipe import BACKEND
+from sglang_fp4kv.served import BACKEND, DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES
 
 logger = logging.getLogger(__name__)
 
-DRAFT_DTYPE_DEFAULT = "fp8_e4m3"
-DRAFT_DTYPES = ("fp8_e4m3", "bf16", "bfloat16")
 PROVEN_DRAFTERS = ("DFLASH",)
 
 

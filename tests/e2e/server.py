@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.process import ServerProcess, free_port
-from sglang_fp4kv.embedded.environment import embedded_env, embedded_flags
+from launcher.serve import launch_command
 
 # A start takes 25 s on two idle cores; a test machine is seldom idle.
 START_TIMEOUT_S = 300
@@ -25,8 +25,7 @@ def embedded_server(
     """A ready server for `model`; it and its workers are gone when the block ends."""
     port = free_port()
     own = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
-    argv = [sys.executable, "-m", "sglang.launch_server", *own, *embedded_flags(own)]
-    environment = {**os.environ, **embedded_env(), **(env or {})}
+    argv, environment = launch_command(own, embedded=True, environ={**os.environ, **(env or {})})
     with ServerProcess(argv, environment, log, port) as server:
         server.wait_ready(START_TIMEOUT_S, show_progress)
         yield server

@@ -7,6 +7,7 @@ import torch
 
 from sglang_fp4kv import codec
 from sglang_fp4kv.kernels import commit_prefix_plain as plain_module
+from sglang_fp4kv.kernels import store_nvfp4 as store_module
 from sglang_fp4kv.kernels.commit_prefix import commit_prefix_nvfp4, commit_prefix_plain
 from test_store_nvfp4 import K_SCALE, POISON, V_SCALE, assert_same, make_kv, make_pool
 
@@ -314,3 +315,22 @@ def test_captured_in_a_cuda_graph(pool_dtype):
     run()
     for x, old in zip(pool.values(), replayed):
         assert torch.equal(x.view(torch.uint8), old)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads, head_dim", [(4, 256), (8, 128), (5, 80)])
+def test_the_plain_twin_commits_the_same_bytes(heads, head_dim, dtype, monkeypatch):
+    device = torch.device("cuda")
+    if not store_module.use_assembly(device, dtype):
+        pytest.skip("no assembly before sm_90")
+    k, v = make_kv(16 * 9, heads, head_dim, dtype, device)
+    loc, lens = make_block(16, 9, 200, device)
+    pools = []
+    for assembly in (True, False):
+        monkeypatch.setattr(store_module, "use_assembly", lambda *_, on=assembly: on)
+        pools.append(make_pool(200, heads, head_dim, device))
+        commit_prefix_nvfp4(
+            k, v, loc, lens, **pools[-1], k_global_scale=0.0371, v_global_scale=V_SCALE
+        )
+    assert_same(*pools)

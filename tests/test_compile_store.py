@@ -30,8 +30,8 @@ def nvfp4_types(source: str) -> dict:
         "slots_ptr": "*i64",
         "loc_ptr": "*i64",
         "commit_lens_ptr": "*i32",
-        "k_words_ptr": "*i32",
-        "v_words_ptr": "*i32",
+        "k_codes_ptr": "*u8",
+        "v_codes_ptr": "*u8",
         "k_scales_ptr": "*u8",
         "v_scales_ptr": "*u8",
         "k_global_scale": "fp32",
@@ -58,13 +58,25 @@ def cases():
 
     blocks = store_nvfp4.BLOCKS_PER_PROGRAM
     for kernel in (store_nvfp4._store_nvfp4_kernel, commit_prefix._commit_prefix_nvfp4_kernel):
-        for source, heads, head_dim in (("*bf16", 8, 128), ("*fp16", 5, 80), ("*fp32", 2, 256)):
+        for source, heads, head_dim, assembly in (
+            ("*bf16", 1, 1024, True),  # heads side by side: 4 x 256, 8 x 128
+            ("*bf16", 1, 512, True),  # 8 x 64
+            ("*bf16", 8, 128, True),
+            ("*bf16", 8, 128, False),
+            ("*fp16", 5, 80, True),
+            ("*fp16", 5, 80, False),
+            ("*fp32", 2, 256, False),
+        ):
             constexprs = {
                 "HEADS": heads,
                 "BLOCKS_PER_ROW": head_dim // 16,
                 "BLOCKS_PER_PROGRAM": blocks,
+                "ASM": assembly,
+                "PDL": True,
             }
-            yield f"{kernel.__name__}-{source}-{head_dim}", kernel, nvfp4_types(source), constexprs
+            encoder = "asm" if assembly else "plain"
+            name = f"{kernel.__name__}-{source}-{heads}x{head_dim}-{encoder}"
+            yield name, kernel, nvfp4_types(source), constexprs
     kernel = commit_prefix_plain._commit_prefix_plain_kernel
     for source, pool, kind, divide, scale in (
         ("*bf16", "*u8", "e4m3", "rounded", "*fp32"),
@@ -130,7 +142,7 @@ def compiled():
 
 def test_every_writer_compiles_for_every_architecture(compiled):
     names = {row["name"] for row in compiled}
-    assert len(names) == 12
+    assert len(names) == 20
     assert len(compiled) == len(names) * len(ARCHS)
     assert {row["arch"] for row in compiled} == set(ARCHS)
 
@@ -142,6 +154,14 @@ def test_shared_memory_fits_sm_120(compiled):
 def test_nothing_spills(compiled):
     assert [row for row in compiled if row["stack_bytes"]] == []
     assert max(row["registers"] for row in compiled) <= 128
+
+
+def test_the_assembly_keeps_a_block_in_one_thread(compiled):
+    """No shared memory, so no exchange between threads, and registers for a full SM of them."""
+    rows = [row for row in compiled if row["name"].endswith("-asm")]
+    assert len(rows) == 8 * len(ARCHS)
+    assert [row for row in rows if row["shared"] or row["registers"] > 40] == []
+    assert [row for row in rows if row["wide_loads"] != 2] == []
 
 
 def test_16_bit_sources_are_loaded_16_bytes_at_a_time(compiled):

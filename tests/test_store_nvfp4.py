@@ -248,3 +248,47 @@ def test_captured_in_a_cuda_graph_and_allocates_nothing():
     graph.replay()
     torch.cuda.synchronize()
     assert_same(pool, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads, head_dim", [(4, 256), (8, 128), (8, 64), (5, 80)])
+def test_the_plain_twin_writes_the_same_bytes(heads, head_dim, dtype, monkeypatch):
+    device = torch.device("cuda")
+    if not module.use_assembly(device, dtype):
+        pytest.skip("no assembly before sm_90")
+    k, v = make_kv(333, heads, head_dim, dtype, device)
+    slots = random_slots(333, 400, device)
+    for scales in ((0.5, 0.0625), (0.0371, 1 / 3)):
+        pools = []
+        for assembly in (True, False):
+            monkeypatch.setattr(module, "use_assembly", lambda *_, on=assembly: on)
+            pools.append(make_pool(400, heads, head_dim, device))
+            store_nvfp4(k, v, slots, **pools[-1], k_global_scale=scales[0], v_global_scale=scales[1])
+        assert_same(*pools)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 64, 2048])
+def test_a_store_sees_what_the_kernel_before_it_wrote(tokens):
+    """Programmatic dependent launch: the writer starts early and has to wait for its inputs."""
+    device = torch.device("cuda")
+    first, second = (make_kv(tokens, 4, 256, torch.bfloat16, device, seed) for seed in (0, 1))
+    k, v = (torch.zeros_like(x) for x in first)
+    slots = random_slots(tokens, tokens + 3, device)
+    pools = [make_pool(tokens + 3, 4, 256, device) for _ in range(2)]
+    wants = [expect(pool, *kv, slots) for pool, kv in zip(pools, (first, second))]
+    graph = torch.cuda.CUDAGraph()
+    scales = {"k_global_scale": K_SCALE, "v_global_scale": V_SCALE}
+    store_nvfp4(k, v, slots, **pools[0], **scales)
+    with torch.cuda.graph(graph):
+        for pool, source in zip(pools, (first, second)):
+            k.copy_(source[0]), v.copy_(source[1])
+            store_nvfp4(k, v, slots, **pool, **scales)
+    for _ in range(20):
+        for pool in pools:
+            for x in pool.values():
+                x.fill_(POISON)
+        graph.replay()
+        for pool, want in zip(pools, wants):
+            assert_same(pool, want)

@@ -9,10 +9,19 @@ commit_prefix_plain, for FP8 and 16-bit pools, is in the module of that name.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from sglang_fp4kv.kernels._encode import (
+    block_sources,
+    encode_and_store,
+    load_blocks,
+    place_blocks,
+    this_side,
+    wait_for_predecessor,
+)
 from sglang_fp4kv.kernels.commit_prefix_plain import commit_prefix_plain
 from sglang_fp4kv.kernels.prefix_rows import check_block, row_slot
-from sglang_fp4kv.kernels.store_nvfp4 import check_sources, encode_and_store, launch_writer
+from sglang_fp4kv.kernels.store_nvfp4 import check_sources, launch_writer
 
 __all__ = ["commit_prefix_nvfp4", "commit_prefix_plain"]
 
@@ -23,8 +32,8 @@ def _commit_prefix_nvfp4_kernel(
     v_ptr,
     loc_ptr,
     commit_lens_ptr,
-    k_words_ptr,
-    v_words_ptr,
+    k_codes_ptr,
+    v_codes_ptr,
     k_scales_ptr,
     v_scales_ptr,
     total_blocks,
@@ -39,22 +48,32 @@ def _commit_prefix_nvfp4_kernel(
     k_head_stride,
     v_token_stride,
     v_head_stride,
-    k_words_stride,
-    v_words_stride,
+    k_codes_stride,
+    v_codes_stride,
     k_scales_stride,
     v_scales_stride,
     HEADS: tl.constexpr,
     BLOCKS_PER_ROW: tl.constexpr,
     BLOCKS_PER_PROGRAM: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    index = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
-    token = (index // (HEADS * BLOCKS_PER_ROW)).to(tl.int64)
-    in_slot = index % (HEADS * BLOCKS_PER_ROW)
-    head = (in_slot // BLOCKS_PER_ROW).to(tl.int64)
-    in_row = in_slot % BLOCKS_PER_ROW * 16
+    token, in_slot, live = place_blocks(total_blocks, HEADS, BLOCKS_PER_ROW, BLOCKS_PER_PROGRAM)
+    src = block_sources(
+        this_side(k_ptr, v_ptr),
+        this_side(k_token_stride, v_token_stride),
+        this_side(k_head_stride, v_head_stride),
+        token,
+        in_slot,
+        BLOCKS_PER_ROW,
+    )
+    if PDL:
+        wait_for_predecessor(src)
+    # Values of rows that are not accepted are read too: waiting for lengths would cost more.
+    blocks = load_blocks(src, live, ASM)
     slot, live = row_slot(
         token,
-        index < total_blocks,
+        live,
         loc_ptr,
         commit_lens_ptr,
         loc_request_stride,
@@ -63,25 +82,20 @@ def _commit_prefix_nvfp4_kernel(
         block_rows,
         num_slots,
     )
+    if PDL:
+        gdc_launch_dependents()
     encode_and_store(
-        k_ptr,
-        token * k_token_stride + head * k_head_stride + in_row,
-        k_words_ptr,
-        slot * k_words_stride + in_slot * 2,
-        k_scales_ptr,
-        slot * k_scales_stride + in_slot,
+        blocks,
+        this_side(k_global_scale, v_global_scale),
+        this_side(k_codes_ptr, v_codes_ptr),
+        this_side(k_scales_ptr, v_scales_ptr),
+        this_side(k_codes_stride, v_codes_stride),
+        this_side(k_scales_stride, v_scales_stride),
+        slot,
+        in_slot,
         live,
-        k_global_scale,
-    )
-    encode_and_store(
-        v_ptr,
-        token * v_token_stride + head * v_head_stride + in_row,
-        v_words_ptr,
-        slot * v_words_stride + in_slot * 2,
-        v_scales_ptr,
-        slot * v_scales_stride + in_slot,
-        live,
-        v_global_scale,
+        k_ptr.dtype.element_ty,
+        ASM,
     )
 
 
@@ -107,7 +121,8 @@ def commit_prefix_nvfp4(
       *_scales     [S, H, D//16]  uint8 | float8_e4m3  out; slots contiguous; unitless
       *_global_scale              float                a constant of a captured CUDA graph
     Numerics: as codec.encode
-    Runs on: any GPU that Triton supports, sm_80 or newer; CUDA-graph safe yes; allocates no
+    Runs on: any GPU that Triton supports, sm_80 or newer, with assembly for 16-bit k and v on sm_90
+      or newer; CUDA-graph safe yes; allocates no
     Raises: ValueError for a wrong shape, dtype, stride, device or global scale; the message names it
     Reference: codec.encode, bit-exact
     Source: contract of MHATokenToKVPool.set_kv_buffer_prefix_valid, srt/mem_cache/memory_pool.py

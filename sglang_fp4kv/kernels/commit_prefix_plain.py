@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_fp4kv.kernels._encode import e4m3_code
 from sglang_fp4kv.kernels.prefix_rows import check_block, row_slot
 from sglang_fp4kv.kernels.store_nvfp4 import (
     INTERPRETED,
     NUM_WARPS,
     SOURCE_DTYPES,
     check_same_device,
-    e4m3_code,
 )
 
 PLAIN_POOL_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 ARCHS = (90, 100, 103, 120, 121)
 SHARED_LIMIT_BYTES = 101376  # per block on sm_120 and sm_121
@@ -55,7 +56,7 @@ def compile_kernel(
     aligned: tuple = None,
     sass: bool = False,
 ) -> Compiled:
-    """Compile fn (a @triton.jit kernel) for sm_<arch> and return what it takes.
+    """Compile fn (a @triton.jit or @gluon.jit kernel) for sm_<arch> and return what it takes.
 
     signature   argument name -> type, "*bf16", "i32", "fp32"; "constexpr" may be left out
     constexprs  argument name -> value
@@ -73,8 +74,9 @@ def compile_kernel(
     if aligned is None:
         aligned = tuple(name for name, kind in full.items() if kind.startswith("*"))
     attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource if fn.is_gluon() else ASTSource
     kernel = triton.compile(
-        ASTSource(fn, full, constexprs, attrs),
+        source(fn, full, constexprs, attrs),
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )

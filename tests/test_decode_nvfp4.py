@@ -15,6 +15,8 @@ from reference_attention import (
     visible_keys,
 )
 
+from sglang_fp4kv.kernels import decode_nvfp4
+from sglang_fp4kv.kernels._call import attention_buffers, partial_rows
 from sglang_fp4kv.kernels._plan import (
     INTERPRETER,
     SM120_SHARED_BYTES,
@@ -25,10 +27,22 @@ from sglang_fp4kv.kernels._plan import (
 )
 from sglang_fp4kv.kernels._tile import ASM_PURE, ASM_STAGED, PLAIN
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
-from sglang_fp4kv.kernels.merge_nvfp4 import attention_buffers
 
 KV_HEADS = 2
+READERS = ("chosen", "tiled") if torch.cuda.is_available() else ("chosen",)
 LENS = [1, 300, 0, 700, 17, 256]
+
+
+@pytest.fixture(autouse=True, params=READERS)
+def reader(request, monkeypatch):
+    """On a GPU every test runs with the kernel the plan chooses and with the tiled one."""
+    if request.param == "tiled":
+        monkeypatch.setattr(
+            decode_nvfp4,
+            "plan_attention",
+            lambda *args, **kwargs: plan_attention(*args, **{**kwargs, "fragments": False}),
+        )
+    return request.param
 
 
 @dataclass
@@ -141,7 +155,7 @@ def make_case(
 def split_plan(case, budget=9, block_n=64):
     """Many short splits, so that several requests are cut and merged."""
     rows, heads, head_dim = case.q.shape
-    plan = plan_attention(
+    plan = decode_nvfp4.plan_attention(
         len(case.prefix),
         case.q_per_req,
         heads,
@@ -149,11 +163,12 @@ def split_plan(case, budget=9, block_n=64):
         head_dim,
         1024,
         device_limits(case.q.device),
+        fragments=case.q.dtype != torch.float32,
     )
     batch = len(case.prefix)
-    return replace(
-        plan, budget=budget, work_items=budget + batch, block_n=block_n, min_tiles=1
-    )
+    if plan.kind == "tiled":
+        plan = replace(plan, block_n=block_n)
+    return replace(plan, budget=budget, work_items=budget + batch, min_tiles=1)
 
 
 @pytest.mark.interpreter
@@ -397,12 +412,15 @@ def test_buffers_may_be_larger_and_must_not_be_smaller(device):
     case = make_case(device, 64, 2, lens=[300, 90])
     plan = split_plan(case)
     expect = case.run(plan=plan)
-    big = attention_buffers(plan.work_items + 5, 8, 1, 8, 64, device)
+    rows = partial_rows(plan, 1, 4, KV_HEADS)
+    big = attention_buffers(rows + 7, 8, 64, device)
     for x in (big.acc, big.stat):
         x.fill_(float("nan"))
     assert torch.equal(case.run(plan=plan, buffers=big), expect)
-    small = attention_buffers(1, 2, 1, 4, 64, device)
-    with pytest.raises(ValueError, match=r"buffers\.acc must be .* at least 2816 entries"):
+    small = attention_buffers(rows - 1, 2, 64, device)
+    with pytest.raises(
+        ValueError, match=rf"buffers\.acc must be .* at least {64 * rows} entries"
+    ):
         case.run(plan=plan, buffers=small)
     with pytest.raises(ValueError, match=r"buffers\.sched must be .* at least 4 entries"):
         case.run(plan=plan, buffers=replace(big, sched=big.sched[:3]))
@@ -508,17 +526,23 @@ def test_bad_arguments_are_named(message):
 def test_plan_fills_the_device_and_bounds_its_programs():
     h200 = DeviceLimits(132, SM90_SHARED_BYTES, 90)
     one = plan_attention(1, 1, 24, 4, 256, 65536, h200)
-    assert 132 <= one.budget * 4 <= 2 * 132
+    assert one.kind == "decode" and one.budget * 4 == 8 * 132
     many = plan_attention(64, 1, 24, 4, 256, 8192, h200)
     assert many.work_items == many.budget + 64
     short = plan_attention(2, 1, 24, 4, 256, 10, h200)
     assert short.budget <= 2
-    verify = plan_attention(1, 16, 24, 4, 256, 65536, h200)
-    assert verify.block_m * verify.row_blocks >= 96
-    for limits in (h200, DeviceLimits(48, SM120_SHARED_BYTES, 121), INTERPRETER):
+    for q_per_req, block_m, row_blocks in ((2, 16, 1), (4, 24, 1), (5, 32, 1), (8, 48, 1), (16, 48, 2)):
+        verify = plan_attention(1, q_per_req, 24, 4, 256, 65536, h200)
+        assert (verify.kind, verify.block_m, verify.row_blocks) == ("verify", block_m, row_blocks)
+    # 64 requests of 8 heads on 396 places: one part each would leave a third of the waves empty.
+    assert plan_attention(64, 8, 32, 8, 128, 8192, h200).budget == 3 * 64
+    tiled = (DeviceLimits(48, SM120_SHARED_BYTES, 75), INTERPRETER)
+    for limits in (h200, DeviceLimits(48, SM120_SHARED_BYTES, 121), *tiled):
         for q_per_req in (1, 8):
-            a, b = (plan_attention(8, q_per_req, 24, 4, d, 9999, limits) for d in (64, 256))
-            assert a.block_n >= b.block_n
+            plan = plan_attention(8, q_per_req, 24, 4, 256, 9999, limits)
+            assert (plan.kind == "tiled") == (limits in tiled)
+    assert plan_attention(8, 1, 24, 4, 80, 9999, h200).kind == "tiled"
+    assert plan_attention(8, 1, 24, 4, 256, 9999, h200, fragments=False).kind == "tiled"
 
 
 @pytest.mark.gpu
@@ -526,7 +550,7 @@ def test_plan_fills_the_device_and_bounds_its_programs():
 @pytest.mark.parametrize("q_per_req", [1, 8])
 def test_assembly_equals_its_plain_twin(device, head_dim, q_per_req, monkeypatch):
     """All 256 code bytes under all 127 scales, through attention: bit for bit."""
-    from sglang_fp4kv.kernels import decode_nvfp4
+    from sglang_fp4kv.kernels import _fragments, fragments_nvfp4, tiled_nvfp4
 
     case = make_case(device, head_dim, 6, q_per_req, [4000, 3, 700], q_per_req > 1)
     g = torch.Generator(device).manual_seed(2)
@@ -534,12 +558,18 @@ def test_assembly_equals_its_plain_twin(device, head_dim, q_per_req, monkeypatch
         codes.random_(0, 256, generator=g)
         scales.random_(0, 127, generator=g)
     case.options["sm_scale"] = 1e-4
+    if split_plan(case).kind == "tiled":
+        module, name, variants = tiled_nvfp4, "code_placement", (PLAIN, ASM_PURE, ASM_STAGED)
+    else:
+        module, name, variants = fragments_nvfp4, "place", (_fragments.TWIN, _fragments.E4M3)
+        if torch.cuda.get_device_capability()[0] >= 10:
+            variants += (_fragments.E2M1,)
     results = []
-    for placement in (PLAIN, ASM_PURE, ASM_STAGED):
-        monkeypatch.setattr(decode_nvfp4, "code_placement", lambda *_, p=placement: p)
+    for variant in variants:
+        monkeypatch.setattr(module, name, lambda *_, v=variant: v)
         results.append(case.run())
     assert torch.isfinite(results[0].float()).all()
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Launch shapes of the packed readers, from tensor shapes and the device alone (no sync)."""
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,7 @@ class AttentionPlan:
     head; ``work_items`` is the number launched, enough for any lengths.
     """
 
-    block_m: int  # query rows (head of the group x token of the block) of one program
+    block_m: int  # query rows (head of the group x token of the block) of one program, padded
     block_n: int  # keys of one tile
     row_blocks: int
     budget: int
@@ -81,6 +82,15 @@ class AttentionPlan:
     min_tiles: int  # fewest tiles worth a split
     num_warps: int
     num_stages: int
+    kind: str = "tiled"  # decode | verify: decode_fragments, verify_fragments; tiled: tiled_nvfp4
+
+
+FRAGMENT_HEAD_DIMS = (64, 128, 256)
+_DECODE_ROWS = 8
+_VERIFY_ROWS = (16, 24, 32, 48)
+# Keys of a decode tile, and programs a multiprocessor holds: what the registers allow.
+_DECODE_TILE = {64: (32, 12), 128: (32, 12), 256: (32, 8)}
+_VERIFY_PROGRAMS = {64: 6, 128: 3, 256: 1}
 
 
 def _decode_tile(head_dim: int, block_m: int, limits: DeviceLimits) -> tuple[int, int, int]:
@@ -99,6 +109,22 @@ def _decode_tile(head_dim: int, block_m: int, limits: DeviceLimits) -> tuple[int
     return 64, 8 if wide else 4, 3
 
 
+def _budget(batch: int, resident: int) -> int:
+    """Work items a KV head: what the device holds at once, or equal shares that fill whole waves.
+
+    More requests than programs leave a last wave that is partly empty; cutting every request into
+    the same few parts shrinks it. A part costs about as much as 3% of a wave.
+    """
+    if batch <= resident:
+        return resident
+
+    def gain(parts):
+        waves = batch * parts / resident
+        return waves / math.ceil(waves) - 0.03 * parts
+
+    return batch * max(range(1, 5), key=gain)
+
+
 def plan_attention(
     batch: int,
     q_per_req: int,
@@ -107,27 +133,43 @@ def plan_attention(
     head_dim: int,
     max_kv_len: int,
     limits: DeviceLimits,
+    fragments: bool = True,
 ) -> AttentionPlan:
-    """Choose tile, splits, warps and stages for decode (q_per_req 1) or verify.
+    """Choose kernel, tile, splits, warps and stages for decode (q_per_req 1) or verify.
 
     max_kv_len bounds the keys of one request; an overestimate only costs idle programs.
+    fragments: whether q and the pool are of a kind that the fragment kernels read.
     """
     rows = num_q_heads // num_kv_heads * q_per_req
-    block_m = min(64, max(16, pow2(rows)))
-    row_blocks = cdiv(rows, block_m)
-    block_n, num_warps, num_stages = _decode_tile(head_dim, block_m, limits)
-    programs = limits.sm_count * (2 if num_warps == 4 else 1)
-    budget = max(1, programs // (num_kv_heads * row_blocks))
-    budget = min(budget, max(1, batch * cdiv(max_kv_len + q_per_req, block_n)))
+    num_stages, min_tiles = 1, 2
+    if fragments and head_dim in FRAGMENT_HEAD_DIMS and limits.capability >= 80:
+        if rows <= _DECODE_ROWS:
+            kind, block_m, row_blocks, num_warps = "decode", _DECODE_ROWS, 1, 1
+            block_n, programs = _DECODE_TILE[head_dim]
+        else:
+            kind, row_blocks, num_warps = "verify", cdiv(rows, _VERIFY_ROWS[-1]), head_dim // 32
+            block_m = min(n for n in _VERIFY_ROWS if n * row_blocks >= rows)
+            block_n, programs = 16 * num_warps, _VERIFY_PROGRAMS[head_dim]
+    else:
+        kind, block_m = "tiled", min(64, max(16, pow2(rows)))
+        row_blocks = cdiv(rows, block_m)
+        block_n, num_warps, num_stages = _decode_tile(head_dim, block_m, limits)
+        programs = 2 if num_warps == 4 else 1
+        min_tiles = 1 if limits.interpreter else 2
+    resident = max(1, limits.sm_count * programs // (num_kv_heads * row_blocks))
+    budget = min(
+        _budget(batch, resident), max(1, batch * cdiv(max_kv_len + q_per_req, block_n))
+    )
     return AttentionPlan(
         block_m=block_m,
         block_n=block_n,
         row_blocks=row_blocks,
         budget=budget,
         work_items=budget + batch,
-        min_tiles=1 if limits.interpreter else 2,
+        min_tiles=min_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
+        kind=kind,
     )
 
 
@@ -146,6 +188,9 @@ def plan_extend(head_dim: int, max_rows: int, limits: DeviceLimits) -> ExtendTil
         return ExtendTile(min(256, max(16, pow2(max_rows))), 256, 256, 4, 1)
     half = half_width(head_dim)
     if limits.shared_bytes >= SM90_SHARED_BYTES:
+        if half > 64:  # what the registers hold: tests/test_compile_readers.py
+            chunk_n = 64 if limits.capability == 90 and max_rows > 64 else 32
+            return ExtendTile(128 if max_rows > 64 else 64, 32, chunk_n, 8, 2)
         if max_rows > 64:
             return ExtendTile(128, 64, 64, 8, 2)
         warps = 4 if head_dim // 2 == half and half <= 64 else 8

@@ -1,11 +1,10 @@
 """Merge what a split attention call left: partial rows of every split into the output rows."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from sglang_fp4kv.kernels._call import AttentionBuffers
 from sglang_fp4kv.kernels._plan import DeviceLimits, cdiv, half_width, pow2
 from sglang_fp4kv.kernels._tile import store_halves
 
@@ -72,48 +71,6 @@ def _merge_nvfp4_kernel(
         D,
         EMULATE,
     )
-
-
-@dataclass(frozen=True)
-class AttentionBuffers:
-    """Partial results. Sized for the largest call; smaller calls use the front of them."""
-
-    acc: torch.Tensor  # fp32, at least work_items * q_per_req * num_q_heads * head_dim
-    stat: torch.Tensor  # fp32, at least work_items * q_per_req * num_q_heads * 2
-    sched: torch.Tensor  # int32, at least batch * 2
-
-
-def attention_buffers(
-    work_items: int,
-    batch: int,
-    q_per_req: int,
-    num_q_heads: int,
-    head_dim: int,
-    device: torch.device | str,
-) -> AttentionBuffers:
-    """Allocate partial-result buffers, for instance before CUDA-graph capture."""
-    rows = work_items * q_per_req * num_q_heads
-    return AttentionBuffers(
-        acc=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
-        stat=torch.empty(rows * 2, dtype=torch.float32, device=device),
-        sched=torch.empty(batch * 2, dtype=torch.int32, device=device),
-    )
-
-
-def check_buffers(buffers: AttentionBuffers, rows: int, batch: int, head_dim: int) -> None:
-    """Raise ValueError unless ``buffers`` hold ``rows`` partial rows and ``batch`` requests."""
-    wants = {
-        "acc": (torch.float32, rows * head_dim),
-        "stat": (torch.float32, rows * 2),
-        "sched": (torch.int32, batch * 2),
-    }
-    for name, (dtype, numel) in wants.items():
-        x = getattr(buffers, name)
-        if x.dtype != dtype or x.numel() < numel or not x.is_contiguous():
-            raise ValueError(
-                f"buffers.{name} must be contiguous {dtype} with at least {numel} entries, "
-                f"got {x.dtype} with {x.numel()}"
-            )
 
 
 def merge_nvfp4(

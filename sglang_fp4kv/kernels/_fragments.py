@@ -1,0 +1,378 @@
+"""NVFP4 rows decoded straight into tensor-core fragments, in Gluon.
+
+Triton chooses layouts itself and moves decoded values through shared memory to reach them. Here the
+layouts are written down so that what a thread loads is what its registers need for mma.m16n8k16:
+
+  K is the left operand of S^T = K q^T. A thread holds whole 32-bit words of its rows; the order of
+  the sum over D is free, so q is loaded in the order in which the words decode.
+  V^T is the left operand of O^T = V^T P^T. Its registers pair two tokens of one column, so two
+  tokens' words are interleaved byte by byte before they are decoded, one permute for 8 codes.
+
+Eight codes cost 7 logic operations, 4 conversions and 4 multiplications. How codes become fp16
+(constexpr PLACE): E4M3, their bits are those of an E4M3 two mantissa bits up; E2M1, the conversion
+of sm_100 and later; TWIN, plain arithmetic with the same result.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
+
+TWIN, E4M3, E2M1 = 0, 1, 2
+# decoded * FOLDS[place] = E2M1 value * block scale, exact in fp16
+FOLDS = {TWIN: 16384.0, E4M3: 16384.0, E2M1: 256.0}
+
+_TO_E4M3 = """
+shl.b32 e, x, 2;
+and.b32 e, e, 0x1C1C1C1C;
+shl.b32 t, x, 4;
+lop3.b32 e, t, 0x80808080, e, 0xEA;
+shr.b32 o, x, 2;
+and.b32 o, o, 0x1C1C1C1C;
+lop3.b32 o, x, 0x80808080, o, 0xEA;
+mov.b32 {a, b}, e;
+cvt.rn.f16x2.e4m3x2 r0, a;
+cvt.rn.f16x2.e4m3x2 r1, b;
+mov.b32 {a, b}, o;
+cvt.rn.f16x2.e4m3x2 r2, a;
+cvt.rn.f16x2.e4m3x2 r3, b;
+"""
+_FROM_E2M1 = """
+mov.b32 {b0, b1, b2, b3}, x;
+cvt.rn.f16x2.e2m1x2 r0, b0;
+cvt.rn.f16x2.e2m1x2 r1, b1;
+cvt.rn.f16x2.e2m1x2 r2, b2;
+cvt.rn.f16x2.e2m1x2 r3, b3;
+"""
+_SCALED = """
+mul.rn.f16x2 r0, r0, s;
+mul.rn.f16x2 r1, r1, s;
+mul.rn.f16x2 r2, r2, s;
+mul.rn.f16x2 r3, r3, s;
+mov.b32 {$0, $1}, r0;
+mov.b32 {$2, $3}, r1;
+mov.b32 {$4, $5}, r2;
+mov.b32 {$6, $7}, r3;
+"""
+
+
+def _asm(head: str, place: int) -> str:
+    registers = ".reg .b32 x, y, e, o, t, s, r0, r1, r2, r3;\n.reg .b16 a, b;\n"
+    if place == E2M1:
+        registers += ".reg .b8 b0, b1, b2, b3;\n"
+    return "{\n" + registers + head + (_FROM_E2M1 if place == E2M1 else _TO_E4M3) + _SCALED + "}"
+
+
+# $8 a word of K, $9 its scale. Out: four elements of the first operand tensor, four of the second.
+K_ASM = {place: _asm("mov.b32 x, $8;\nmov.b32 s, {$9, $9};", place) for place in (E4M3, E2M1)}
+# $8 and $9 words of two tokens, $10 and $11 their scales, $12 which half of the words.
+# Out: the half's two even columns, then its two odd ones, each for both tokens.
+V_ASM = {
+    E4M3: _asm(
+        "mov.b32 s, {$10, $11};\n"
+        "mad.lo.u32 t, $12, 0x2222, 0x5140;\nprmt.b32 x, $8, $9, t;",
+        E4M3,
+    ),
+    E2M1: _asm(
+        "mov.b32 s, {$10, $11};\n"
+        "shl.b32 y, $9, 4;\nlop3.b32 e, $8, 0x0F0F0F0F, y, 0xE2;\n"
+        "shr.b32 y, $8, 4;\nlop3.b32 o, y, 0x0F0F0F0F, $9, 0xE2;\n"
+        "mad.lo.u32 t, $12, 0x2222, 0x5410;\nprmt.b32 x, e, o, t;",
+        E2M1,
+    ),
+}
+_K_OPERANDS = gl.constexpr(",".join(["=&h"] * 8 + ["r", "h"]))
+_V_OPERANDS = gl.constexpr(",".join(["=&h"] * 8 + ["r", "r", "h", "h", "r"]))
+_EIGHT = gl.constexpr((gl.float16,) * 8)
+
+
+@constexpr_function
+def _k_asm(place):
+    return K_ASM[place]
+
+
+@constexpr_function
+def _v_asm(place):
+    return V_ASM[place]
+
+
+def log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
+def linear(reg, lane, warp, shape, each=lambda basis: basis):
+    """A linear layout whose bases first go through ``each``."""
+    parts = ([each(basis) for basis in bases] for bases in (reg, lane, warp))
+    return gl.DistributedLinearLayout(*parts, [], list(shape))
+
+
+def codes_to_groups(basis):
+    """[rows, words] -> [rows, groups, words of a group]; a scale group is two words."""
+    return [basis[0], basis[1] >> 1, basis[1] & 1]
+
+
+def halves_to_groups(basis):
+    """[rows, words, halves] -> [rows, groups, half words of a group]."""
+    return [basis[0], basis[1] >> 1, (basis[1] & 1) * 2 + basis[2]]
+
+
+@gluon.jit
+def place_scale(codes, PLACE: gl.constexpr):
+    """E4M3 bytes as fp16: their value, times 2^-8 except for the twin."""
+    s = (codes.to(gl.uint16) << 7).to(gl.float16, bitcast=True)
+    if PLACE == 0:
+        s = s * 256.0
+    return s
+
+
+@gluon.jit
+def _twin(word, at: gl.constexpr):
+    """Code ``at`` (0 to 7) of a word as fp16, times 2^-14."""
+    code = (word >> (4 * at)) & 15
+    return (((code & 8) << 12) | ((code & 7) << 9)).to(gl.int16).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def four(a, b, c, d):
+    """Four tensors as two new last dimensions: [..., 0, 0], [..., 0, 1], [..., 1, 0], [..., 1, 1]."""
+    return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def k_scales(codes, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
+    """Scale bytes [N, G] of K, one for each of the row's words [N, 2G], in LAYOUT."""
+    N: gl.constexpr = codes.shape[0]
+    G: gl.constexpr = codes.shape[1]
+    s = place_scale(codes, PLACE).expand_dims(2).broadcast_to([N, G, 2])
+    return gl.convert_layout(gl.reshape(s, [N, 2 * G]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def decode_k(words, scales, PLACE: gl.constexpr):
+    """Words of K [N, W] and their scales to two operand tensors [N, W, 2, 2] in fp16.
+
+    Element [.., i, j] is code 2i + j of the operand: operand_column() says which column that is.
+    """
+    if PLACE == 0:
+        a = _twin(words, 0) * scales
+        b = _twin(words, 2) * scales
+        c = _twin(words, 4) * scales
+        d = _twin(words, 6) * scales
+        e = _twin(words, 1) * scales
+        f = _twin(words, 3) * scales
+        g = _twin(words, 5) * scales
+        h = _twin(words, 7) * scales
+    else:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            _k_asm(PLACE), _K_OPERANDS, [words, scales], _EIGHT, is_pure=True, pack=1
+        )
+    return four(a, b, c, d), four(e, f, g, h)
+
+
+@gluon.jit
+def operand_column(word, code, SECOND: gl.constexpr, PLACE: gl.constexpr):
+    """Column of K that is code 0 to 3 of ``word`` in the first or SECOND operand tensor."""
+    if PLACE == 2:  # both columns of bytes 0 and 1, of bytes 2 and 3
+        return 8 * word + 4 * SECOND + code
+    else:  # even columns, odd columns
+        return 8 * word + 2 * code + SECOND
+
+
+@gluon.jit
+def v_scales(codes, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
+    """Scale bytes [P, G] of V, one for each half of the row's words [P, 2G, 2], in LAYOUT."""
+    P: gl.constexpr = codes.shape[0]
+    G: gl.constexpr = codes.shape[1]
+    s = place_scale(codes, PLACE).expand_dims(2).broadcast_to([P, G, 4])
+    return gl.convert_layout(gl.reshape(s, [P, 2 * G, 2]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def decode_v(words, words2, scales, scales2, half, PLACE: gl.constexpr):
+    """Half words of two tokens' V [P, W, 2] to their even and odd columns, [P, W, 2, 2, 2] in fp16.
+
+    The new dimensions are the byte of the half word and the token of the pair.
+    """
+    if PLACE == 0:
+        x = words >> (16 * half)
+        y = words2 >> (16 * half)
+        a = _twin(x, 0) * scales
+        b = _twin(y, 0) * scales2
+        c = _twin(x, 2) * scales
+        d = _twin(y, 2) * scales2
+        e = _twin(x, 1) * scales
+        f = _twin(y, 1) * scales2
+        g = _twin(x, 3) * scales
+        h = _twin(y, 3) * scales2
+    else:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            _v_asm(PLACE),
+            _V_OPERANDS,
+            [words, words2, scales, scales2, half],
+            _EIGHT,
+            is_pure=True,
+            pack=1,
+        )
+    return four(a, b, c, d), four(e, f, g, h)
+
+
+# Weights are 2^(score - m + WEIGHT_BITS) in fp16, m an integer near the row's maximum score. m moves
+# only when a score passes it by more than SLACK: then nothing is rescaled in nearly all tiles, and
+# because m is an integer a weight rounds the same wherever a tile or a split begins.
+WEIGHT_BITS = gl.constexpr(8.0)
+SLACK = gl.constexpr(7.0)
+
+
+@gluon.jit
+def weight_offset(m):
+    """What turns a score into a weight's exponent. Where no key was visible yet, any score passes."""
+    return gl.where(m == float("-inf"), 1e30, WEIGHT_BITS - m)
+
+
+@gluon.jit
+def rescale(m, m_new):
+    """Factor of what was accumulated under m."""
+    return gl.where(m == float("-inf"), 0.0, gl.exp2(m - m_new))
+
+
+@gluon.jit
+def query_exponent(amax):
+    """Biased exponent of a query row's largest magnitude, kept where both factors are normal."""
+    exponent = amax.to(gl.int32, bitcast=True) >> 23
+    return gl.minimum(gl.maximum(exponent, 8), 252)
+
+
+@gluon.jit
+def query_up(exponent):
+    """Power of two that takes the largest magnitude into [2^7, 2^8)."""
+    return ((260 - exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def query_down(exponent):
+    return ((exponent - 6) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def share_tiles(
+    kv_indptr_ptr,
+    sched_ptr,
+    batch,
+    budget,
+    work,
+    writes,  # this program records what merge_fragments reads
+    Q: gl.constexpr,
+    T: gl.constexpr,
+    MIN_TILES: gl.constexpr,
+    BLOCK_B: gl.constexpr,
+    HAS_BLOCK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """Share out the tiles of all requests over about ``budget`` work items, in proportion.
+
+    Returns this item's request (batch or more: nothing to do), where its list starts, its prefix
+    and total keys, the position of its first query row, and the first and last tile of the item.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    b = gl.arange(0, BLOCK_B, layout=L)
+    b_in = b < batch
+    start = gl.load(kv_indptr_ptr + b, mask=b_in, other=0)
+    prefix = (gl.load(kv_indptr_ptr + b + 1, mask=b_in, other=0) - start).to(gl.int32)
+    total = prefix
+    first_pos = prefix - Q
+    if HAS_BLOCK:
+        total = prefix + Q
+        first_pos = prefix
+    first_tile = first_pos * 0
+    if WINDOW > 0:
+        first_tile = gl.maximum(first_pos - WINDOW, 0) // T
+    tiles = gl.where(b_in, gl.maximum((total + T - 1) // T - first_tile, 0), 0)
+    per_split = gl.maximum((gl.sum(tiles, 0) + budget - 1) // budget, MIN_TILES)
+    splits = gl.maximum((tiles + (per_split - 1) // 2) // per_split, 1)
+    splits = gl.where(tiles > 0, splits, 0)
+    ends = gl.associative_scan(splits, 0, _add)
+    firsts = ends - splits
+    if writes & (work < batch):
+        gl.store(sched_ptr + 2 * work, gl.sum(gl.where(b == work, firsts, 0), 0))
+        gl.store(sched_ptr + 2 * work + 1, gl.sum(gl.where(b == work, splits, 0), 0))
+    req = gl.sum((ends <= work).to(gl.int32), 0)
+    mine = b == req
+    split = work - gl.sum(gl.where(mine, firsts, 0), 0)
+    count = gl.maximum(gl.sum(gl.where(mine, splits, 0), 0), 1)
+    my_tiles = gl.sum(gl.where(mine, tiles, 0), 0)
+    my_first = gl.sum(gl.where(mine, first_tile, 0), 0)
+    begin = my_first + split * my_tiles // count
+    end = my_first + (split + 1) * my_tiles // count
+    return (
+        req,
+        gl.sum(gl.where(mine, start.to(gl.int64), 0), 0),
+        gl.sum(gl.where(mine, prefix, 0), 0),
+        gl.sum(gl.where(mine, total, 0), 0),
+        gl.sum(gl.where(mine, first_pos, 0), 0),
+        begin,
+        end,
+    )
+
+
+@gluon.jit
+def load_slots(indices_ptr, block_ptr, n, prefix, limit, HAS_BLOCK: gl.constexpr):
+    """Slots of keys n as int32, -1 from ``limit`` on: listed ones, then the draft block's own."""
+    if HAS_BLOCK:
+        listed = gl.load(indices_ptr + n, mask=n < gl.minimum(prefix, limit), other=-1)
+        own = gl.load(block_ptr + (n - prefix), mask=(n >= prefix) & (n < limit), other=-1)
+        return gl.where(n < prefix, listed.to(gl.int32), own.to(gl.int32))
+    else:
+        return gl.load(indices_ptr + n, mask=n < limit, other=-1).to(gl.int32)
+
+
+@gluon.jit
+def cap_scores(s, LOGIT_CAP: gl.constexpr):
+    """Scaled scores to units of log2; without a cap they are in these units already."""
+    if LOGIT_CAP > 0:
+        LOG2E: gl.constexpr = 1.4426950408889634
+        e = gl.exp2(s * (2.0 * LOG2E / LOGIT_CAP))
+        s = (1.0 - 2.0 / (1.0 + e)) * (LOGIT_CAP * LOG2E)
+    return s
+
+
+@gluon.jit
+def hide(
+    s,  # [T, N] fp32 in an mma layout
+    valid,  # [T] keys that are there
+    n,  # [T] their positions
+    row,  # [N] query rows, token major
+    edge,  # whether a row may not see a key of this tile
+    prefix,
+    total,
+    first_pos,
+    mask_ptr,  # of this request, past the window's offset
+    mask_offset,
+    Q: gl.constexpr,
+    GROUP: gl.constexpr,
+    USE_MASK: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """Set the scores of keys a row must not see to -inf."""
+    s = gl.where(valid[:, None], s, float("-inf"))
+    if USE_MASK or CAUSAL or WINDOW > 0:
+        if edge:
+            token = row // GROUP
+            back = (first_pos + token)[None, :] - n[:, None]
+            if USE_MASK:
+                wanted = ((n >= prefix) & valid)[:, None] & (row < Q * GROUP)[None, :]
+                offset = token.to(gl.int64) * (total + mask_offset)
+                allowed = gl.load(mask_ptr + offset[None, :] + n[:, None], mask=wanted, other=0)
+                s = gl.where((n < prefix)[:, None] | (allowed != 0), s, float("-inf"))
+            elif CAUSAL:
+                s = gl.where(back >= 0, s, float("-inf"))
+            if WINDOW > 0:
+                s = gl.where(back <= WINDOW, s, float("-inf"))
+                if not CAUSAL:
+                    s = gl.where(back >= -WINDOW, s, float("-inf"))
+    return s

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test
+.PHONY: demo test bench
 
 $(VENV)/.installed: pyproject.toml requirements.txt patches/series patches/UPSTREAM
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
@@ -20,3 +20,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not interpreter and not e2e"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter
 	$(BIN)/python -m pytest -m e2e
+
+bench: $(VENV)/.installed
+	$(BIN)/python tests/bench/run.py
+	$(BIN)/python tests/bench/readme_table.py

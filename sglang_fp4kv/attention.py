@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, unwrap_write_loc
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
 from sglang_fp4kv.kernels.extend_nvfp4 import extend_nvfp4
 from sglang_fp4kv.pool import find_packed_pool
+from sglang_fp4kv.prefill import PackedPrefill
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,15 @@ class TritonAttnBackend(stock.TritonAttnBackend):
             if present:
                 raise ValueError(f"NVFP4 KV on the Triton backend does not serve {what}")
         # The stock class takes the width of the value buffer, which is packed here.
-        self.v_head_dim = find_packed_pool(self.token_to_kv_pool).v_head_dim
+        pool = find_packed_pool(self.token_to_kv_pool)
+        self.v_head_dim = pool.v_head_dim
         # Our kernels bring their own partial results; keep the stock ones from costing memory.
         self.max_kv_splits = 1
         self.static_kv_splits = True
+        # Compiles and allocates here, before a request and before SGLang measures free memory.
+        self.prefill = PackedPrefill(
+            self.num_head, pool.head_num, pool.head_dim, model_runner.dtype, self.device
+        )
 
     def _layer_options(self, layer, sinks, score_mod, aux_tensors):
         """Keyword arguments of both readers for ``layer``, and its index lists.
@@ -136,7 +142,15 @@ class TritonAttnBackend(stock.TritonAttnBackend):
         if forward_batch.forward_mode.is_target_verify():
             self._attend_block(rows, k, v, out_rows, pool, kv_indptr, kv_indices, slots, options)
         else:
-            self._attend_chunk(rows, k, v, out_rows, pool, kv_indptr, kv_indices, slots, options)
+            blocks = self._library_plan(rows, options, forward_batch)
+            if blocks is None:
+                self._attend_chunk(
+                    rows, k, v, out_rows, pool, kv_indptr, kv_indices, slots, options
+                )
+            else:
+                self._attend_through_library(
+                    blocks, rows, k, v, out_rows, pool, kv_indices, options
+                )
         return out
 
     def _attend_block(self, q, k, v, out, pool, kv_indptr, kv_indices, slots, options):
@@ -157,6 +171,52 @@ class TritonAttnBackend(stock.TritonAttnBackend):
             q_per_req=self.forward_metadata.max_extend_len,
             block_slots=slots,
             **options,
+        )
+
+    def _library_plan(self, q, options, forward_batch):
+        """PackedPrefill's plan for this batch; None when the packed kernel has to take it.
+
+        From host values alone. SGLang's default prefill graphs (--cuda-graph-backend-prefill
+        breakable) run attention as Python between the captured segments, with the live batch
+        (srt/layers/radix_attention.py @ 0.5.23), so the library serves there too. What is captured
+        or compiled itself (tc_piecewise) goes to the packed kernel: lengths change at replay.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        prefix_lens = forward_batch.extend_prefix_lens_cpu
+        new_lens = forward_batch.extend_seq_lens_cpu
+        known = prefix_lens is not None and new_lens is not None
+        obstacles = {
+            "lengths are not on the host": not known,
+            "lengths of more rows than the batch has": known and sum(new_lens) > q.shape[0],
+            "a sliding window": options["sliding_window_size"] >= 0,
+            "a custom mask": options["custom_mask"] is not None,
+            "a logit cap": options["logit_cap"] > 0,
+            f"queries in {q.dtype}": q.dtype != self.prefill.dtype,
+            "under CUDA-graph capture": q.is_cuda and torch.cuda.is_current_stream_capturing(),
+        }
+        for what, present in obstacles.items():
+            if present:
+                self.prefill.tell(what)
+                return None
+        return self.prefill.plan(prefix_lens, new_lens)
+
+    def _attend_through_library(self, blocks, q, k, v, out, pool, kv_indices, options):
+        """Prefill: the prefix decoded piece by piece, a library's attention over both parts."""
+        self.prefill.run(
+            blocks,
+            q,
+            k,
+            v,
+            out,
+            pool.k_codes,
+            pool.k_scales,
+            pool.v_codes,
+            pool.v_scales,
+            kv_indices,
+            k_global_scale=options["k_global_scale"],
+            v_global_scale=options["v_global_scale"],
+            sm_scale=options["sm_scale"],
         )
 
     def _attend_chunk(self, q, k, v, out, pool, kv_indptr, kv_indices, slots, options):

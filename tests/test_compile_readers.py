@@ -1,4 +1,4 @@
-"""The readers compile for every supported architecture and fit its shared memory.
+"""The plain Triton readers compile for every supported architecture and fit its shared memory.
 
 Compiled in a process of its own without TRITON_INTERPRET, which would replace the kernels. By
 hand, for a table: python tests/test_compile_readers.py 90 121
@@ -19,21 +19,18 @@ SM_COUNT = {90: 132, 100: 148, 103: 160, 120: 170, 121: 48}
 SHAPES = ((64, 3, 3), (80, 5, 2), (128, 4, 8), (256, 6, 4))
 
 
-def stack_limit(kernel: str, head_dim: int, arch: int) -> int:
+def stack_limit(kernel: str, head_dim: int) -> int:
     """Spilled bytes a thread that are known and accepted; what decode and verify need is none.
 
-    Extend at D 256 with 128 rows spills where the chunk's accumulator is split into halves, between
-    its two loops. Windowed, capped tree verify is no DFlash path.
+    Extend has none at D 256. Windowed, capped tree verify is no DFlash path.
     """
-    if kernel in ("decode", "merge"):
+    if kernel in ("decode", "merge", "unpack", "merge parts"):
         return 16
     if kernel == "verify":
         return 160 if head_dim == 80 else 64
     if kernel == "verify tree":
         return 896 if head_dim == 256 else 352
-    if head_dim == 256 and arch < 120:
-        return 1536 if kernel == "extend" else 192
-    return 192 if head_dim == 80 else 64
+    return 0 if head_dim == 256 else 96
 
 
 def limits(arch: int):
@@ -51,7 +48,7 @@ def _types(kernel, constexprs: dict, index: str) -> dict:
             return "fp32" if name.endswith("_scale") else "i32"
         if "codes" in name or "scales" in name or name == "mask_ptr":
             return "*u8"
-        if name.startswith("part_"):
+        if name.startswith("part_") or "lse" in name:
             return "*fp32"
         if "indices" in name or "slots" in name or "mask_indptr" in name:
             return index
@@ -85,15 +82,19 @@ def cases(arch: int):
     """(name, kernel, constexprs, warps, stages, head dim, KV heads) of what the hosts launch."""
     import triton.language as tl
 
-    from sglang_fp4kv.kernels import decode_nvfp4 as decode
     from sglang_fp4kv.kernels import extend_nvfp4 as extend
     from sglang_fp4kv.kernels import merge_nvfp4 as merge_module
+    from sglang_fp4kv.kernels import merge_parts as parts_module
+    from sglang_fp4kv.kernels import tiled_nvfp4 as tiled
+    from sglang_fp4kv.kernels import unpack_nvfp4 as unpack_module
     from sglang_fp4kv.kernels._plan import (
         code_placement,
         half_width,
         plan_attention,
         plan_extend,
+        pow2,
     )
+    from sglang_fp4kv.kernels._tile import ASM_PURE, FOLD
 
     for head_dim, group, kv_heads in SHAPES:
         common = {
@@ -116,7 +117,7 @@ def cases(arch: int):
             if name == "verify tree" and head_dim < 128:
                 continue
             plan = plan_attention(
-                8, count, group * kv_heads, kv_heads, head_dim, 65536, limits(arch)
+                8, count, group * kv_heads, kv_heads, head_dim, 65536, limits(arch), False
             )
             constexprs = common | {
                 "Q": count,
@@ -129,7 +130,7 @@ def cases(arch: int):
             }
             yield (
                 name,
-                decode._attention_nvfp4_kernel,
+                tiled._attention_nvfp4_kernel,
                 constexprs | extra,
                 plan.num_warps,
                 plan.num_stages,
@@ -145,6 +146,23 @@ def cases(arch: int):
             "EMULATE": False,
         }
         yield "merge", merge_module._merge_nvfp4_kernel, merge, 2, 3, head_dim, kv_heads
+        unpack = {
+            "D": head_dim,
+            "HALF": half_width(head_dim),
+            "BLOCK_N": unpack_module.block_tokens(head_dim),
+            "FOLDED": FOLD,
+            "ASM": ASM_PURE,
+        }
+        yield "unpack", unpack_module._unpack_nvfp4_kernel, unpack, 4, 3, head_dim, kv_heads
+        parts = {
+            "HEADS": group * kv_heads,
+            "D": head_dim,
+            "BLOCK_R": parts_module._ELEMENTS // pow2(head_dim),
+            "BLOCK_D": pow2(head_dim),
+            "KEEP_LSE": True,
+            "EMULATE": False,
+        }
+        yield "merge parts", parts_module._merge_parts_kernel, parts, 4, 3, head_dim, kv_heads
         for name, rows in (("extend", 10**5), ("extend short", 48)):
             if name == "extend short" and head_dim < 128:
                 continue
@@ -209,11 +227,12 @@ def test_readers_compile_and_fit(arch):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 4 * 4 + 2 * 2  # decode, verify, merge, extend; two more at D 128, 256
+    # Decode, verify, merge, unpack, merge parts, extend; two more at D 128 and 256.
+    assert len(rows) == 4 * 6 + 2 * 2
     print(done.stdout)
     for row in rows:
         assert row["shared"] <= limits(arch).shared_bytes, row
-        assert row["stack"] <= stack_limit(row["kernel"], row["D"], arch), row
+        assert row["stack"] <= stack_limit(row["kernel"], row["D"]), row
 
 
 if __name__ == "__main__":

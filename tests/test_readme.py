@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text()
 RUN_BY = {
     "make demo": "tests/e2e/test_readme_commands.py::test_make_demo",
     "make test": ".ci/run",
+    "make bench": "test_make_bench_without_a_gpu",
     "fp4kv serve": "tests/e2e/test_readme_commands.py::test_serve",
     "fp4kv patch status": "test_patch_commands",
     "fp4kv patch apply": "test_patch_commands",
@@ -60,6 +61,31 @@ def test_make_test_runs_all_three_kinds():
         "TRITON_INTERPRET=1 .venv/bin/python -m pytest -m interpreter",
         ".venv/bin/python -m pytest -m e2e",
     ]
+
+
+def test_make_bench_without_a_gpu():
+    """The recipe's first line ends with 1 and says what it needs; no later line would run."""
+    recipe = make_recipe("bench")
+    assert recipe == [".venv/bin/python tests/bench/run.py", ".venv/bin/python tests/bench/readme_table.py"]
+    done = subprocess.run(
+        [sys.executable, *recipe[0].split()[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "make bench: needs an NVIDIA GPU that CUDA can use"
+
+
+def test_speed_tables_are_those_of_the_result_files():
+    done = subprocess.run(
+        [sys.executable, "tests/bench/readme_table.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_patch_commands(tmp_path):

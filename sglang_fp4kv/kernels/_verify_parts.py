@@ -20,22 +20,27 @@ from sglang_fp4kv.kernels._fragments import (
 V_TOKENS = 32  # multiplied at a time
 
 
-def verify_layouts(head_dim: int, m_tiles: int) -> dict:
-    """Layouts (constexpr arguments) for head_dim 64, 128 or 256 and 16 * m_tiles keys a warp."""
-    words, warps = head_dim // 8, head_dim // 32
+def verify_layouts(head_dim: int, warps: int, m_tiles: int) -> dict:
+    """Layouts (constexpr arguments): warps = head_dim/32 or head_dim/64, 16 * m_tiles keys a warp."""
+    words = head_dim // 8
     tile, groups = 16 * warps * m_tiles, words // 2
     # K [T, words]: lanes 4g + c of warp w hold quarter c of rows 16w + g and 16w + g + 8
     k_reg = [[0, 1 << i] for i in range(log2(words // 4))] + [[8, 0]]
     k_reg += [[16 * warps << i, 0] for i in range(log2(m_tiles))]
     k_lane = [[0, words // 4], [0, words // 2], [1, 0], [2, 0], [4, 0]]
     k_warp = [[16 << i, 0] for i in range(log2(warps))]
-    # V [32, words, halves]: lanes hold tokens 2c, 2c + 1, ... and half g % 2 of word 4w + g // 2
-    v_reg = [[1, 0, 0]] + [[8 << i, 0, 0] for i in range(log2(V_TOKENS // 8))]
-    v_lane = [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 1, 0], [0, 2, 0]]
-    v_warp = [[0, 4 << i, 0] for i in range(log2(warps))]
+    # V [32, words, halves]: lanes 4g + c hold tokens 2c, 2c + 1, 8 + 2c, ... and of warp w's columns
+    # half g % 2 of word 4w + g // 2, or with 64 columns a warp both halves of word 8w + g
+    whole = head_dim == 64 * warps
+    v_reg = [[1, 0, 0]] + [[0, 0, 1]] * whole
+    v_reg += [[8 << i, 0, 0] for i in range(log2(V_TOKENS // 8))]
+    of_lane = [[0, 1, 0], [0, 2, 0], [0, 4, 0]] if whole else [[0, 0, 1], [0, 1, 0], [0, 2, 0]]
+    v_lane = [[2, 0, 0], [4, 0, 0], *of_lane]
+    v_warp = [[0, (8 if whole else 4) << i, 0] for i in range(log2(warps))]
     pair_of = [[b[0] // 2, *b[1:]] for b in v_reg[1:]], [[b[0] // 2, *b[1:]] for b in v_lane], v_warp
     pairs = V_TOKENS // 2
-    wide = words >= 32  # a row of words fills all 32 banks
+    rows_a_line = max(1, 32 // words)  # of words in 128 bytes, all banks
+    lane_words = 8 if whole else 4
     return {
         "MMA": gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8]),
         "K": linear(k_reg, k_lane, k_warp, (tile, words)),
@@ -47,8 +52,10 @@ def verify_layouts(head_dim: int, m_tiles: int) -> dict:
         # Copies: 16 bytes of codes, 4 of scales a thread.
         "COPY": gl.BlockedLayout([1, 4], [128 // words, words // 4], [warps, 1], [1, 0]),
         "COPY_S": gl.BlockedLayout([1, 1], [128 // groups, groups // 4], [warps, 1], [1, 0]),
-        "K_SHARED": gl.SwizzledSharedLayout(4, 1 if wide else 2, 2, [1, 0]),
-        "V_SHARED": gl.SwizzledSharedLayout(4, 2 if wide else 4, min(4, words // 4), [1, 0]),
+        "K_SHARED": gl.SwizzledSharedLayout(4, rows_a_line, 2, [1, 0]),
+        "V_SHARED": gl.SwizzledSharedLayout(
+            lane_words, 2 * rows_a_line, min(4, words // lane_words), [1, 0]
+        ),
         "FLAT": gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
     }
 
@@ -250,6 +257,10 @@ def v_operand(x, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns of V [P, W, half, byte, token] as the left operand [4W, 2P], rows in merge's order."""
     P: gl.constexpr = x.shape[0]
     W: gl.constexpr = x.shape[1]
-    x = gl.reshape(x, [P, WARPS, W * 2 // WARPS, 2, 2])  # p, warp, g, byte, token
-    x = gl.permute(x, [1, 3, 2, 0, 4])
+    if W == 8 * WARPS:
+        x = gl.reshape(x, [P, WARPS, 8, 2, 2, 2])  # p, warp, g, half, byte, token
+        x = gl.permute(x, [3, 1, 4, 2, 0, 5])
+    else:
+        x = gl.reshape(x, [P, WARPS, 8, 2, 2])  # p, warp, g, byte, token
+        x = gl.permute(x, [1, 3, 2, 0, 4])
     return gl.convert_layout(gl.reshape(x, [4 * W, 2 * P]), LAYOUT, assert_trivial=True)

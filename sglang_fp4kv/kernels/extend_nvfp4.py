@@ -33,10 +33,53 @@ from sglang_fp4kv.kernels._tile import (
     decode_packed,
     half_scores,
     load_packed,
-    load_query,
+    round_to,
     softmax_step,
-    store_halves,
 )
+
+
+@triton.jit
+def _query_rows(qo_indptr_ptr, req, kv_head, row_block, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows of a block (token major, head of the group minor): first row of the request in q, its
+    tokens, whether a row exists, and its token and query head.
+
+    Read again in every phase of the kernel, and volatile: addresses that a later phase needs would
+    otherwise be computed up front and held in registers over the loops.
+    """
+    chunk_start = tl.load(qo_indptr_ptr + req, volatile=True).to(tl.int64)
+    chunk = (tl.load(qo_indptr_ptr + req + 1, volatile=True) - chunk_start).to(tl.int32)
+    zero = (tl.load(qo_indptr_ptr + req, volatile=True) - chunk_start).to(tl.int32)
+    row = row_block * BLOCK_M + zero + tl.arange(0, BLOCK_M)
+    row = tl.minimum(row, chunk * GROUP)
+    return chunk_start, chunk, row < chunk * GROUP, row // GROUP, kv_head * GROUP + row % GROUP
+
+
+@triton.jit
+def _load_rows(ptr, offsets, mask, D: tl.constexpr, HALF: tl.constexpr):
+    """Load whole rows of unpacked values [N, 2*HALF], in 16-byte pieces."""
+    d = tl.arange(0, 2 * HALF)
+    row_mask = mask[:, None]
+    if D != 2 * HALF:
+        row_mask = row_mask & (d < D)[None, :]
+    return tl.load(ptr + offsets[:, None] + d[None, :], row_mask, other=0.0)
+
+
+@triton.jit
+def _halves(x):
+    """Even and odd columns of x [N, 2*HALF], where both of a pair are in one thread."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _fp16_query(q):
+    """Halves of query rows in fp16, and what each row was divided by (a power of two)."""
+    amax = tl.max(tl.abs(q.to(tl.float32)), 1)
+    exponent = amax.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 8), 252)
+    up = ((260 - exponent) << 23).to(tl.float32, bitcast=True)  # amax * up is in [2^7, 2^8)
+    down = ((exponent - 6) << 23).to(tl.float32, bitcast=True)
+    even, odd = _halves((q.to(tl.float32) * up[:, None]).to(tl.float16))
+    return even, odd, down
 
 
 @triton.jit
@@ -155,18 +198,13 @@ def _extend_nvfp4_kernel(
     # The last rows of a chunk see the most keys: start them first.
     row_block = tl.num_programs(0) - 1 - tl.program_id(0)
 
-    chunk_start = tl.load(qo_indptr_ptr + req).to(tl.int64)
-    chunk = (tl.load(qo_indptr_ptr + req + 1) - chunk_start).to(tl.int32)
+    chunk_start, chunk, row_in, token, head = _query_rows(
+        qo_indptr_ptr, req, kv_head, row_block, GROUP, BLOCK_M
+    )
     if row_block * BLOCK_M >= chunk * GROUP:
         return
     kv_start = tl.load(kv_indptr_ptr + req).to(tl.int64)
     prefix = (tl.load(kv_indptr_ptr + req + 1) - kv_start).to(tl.int32)
-
-    # Query rows of this KV head: token major, head of the group minor.
-    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_in = row < chunk * GROUP
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
     pos = prefix + token
     first_token = row_block * BLOCK_M // GROUP
     last_token = tl.minimum(((row_block + 1) * BLOCK_M - 1) // GROUP, chunk - 1)
@@ -174,61 +212,18 @@ def _extend_nvfp4_kernel(
 
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
-    # The chunk itself, full width.
-    d = tl.arange(0, 2 * HALF)
-    q_mask = row_in[:, None]
-    if D != 2 * HALF:
-        q_mask = q_mask & (d < D)[None, :]
-    q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], q_mask, other=0.0).to(CHUNK_DTYPE)
-    k_ptr += chunk_start * stride_kt + kv_head.to(tl.int64) * stride_kh
-    v_ptr += chunk_start * stride_vt + kv_head.to(tl.int64) * stride_vh
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_token - WINDOW, 0) // CHUNK_N * CHUNK_N
-    end = chunk
-    if USE_MASK:
-        mask_offset = 0
-        if HAS_OFFSETS:
-            mask_offset = tl.load(window_offsets_ptr + req).to(tl.int32)
-        mask_ptr += tl.load(mask_indptr_ptr + req).to(tl.int64) + mask_offset + prefix
-        mask_row = token.to(tl.int64) * (prefix + chunk + mask_offset)
-    elif CAUSAL:
-        end = last_token + 1
-    acc = tl.zeros((BLOCK_M, 2 * HALF), tl.float32)
-    for start in range(begin, end, CHUNK_N):
-        n = start + tl.arange(0, CHUNK_N)
-        valid = n < end
-        kv_mask = valid[:, None]
-        if D != 2 * HALF:
-            kv_mask = kv_mask & (d < D)[None, :]
-        n64 = n.to(tl.int64)[:, None]
-        k = tl.load(k_ptr + n64 * stride_kt + d[None, :], kv_mask, other=0.0).to(CHUNK_DTYPE)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = cap_scores(s * chunk_qk_scale, LOGIT_CAP)
-        visible = valid[None, :] & row_in[:, None]
-        back = token[:, None] - n[None, :]
-        if USE_MASK:
-            allowed = tl.load(mask_ptr + mask_row[:, None] + n[None, :], mask=visible, other=0)
-            visible = visible & (allowed != 0)
-        elif CAUSAL:
-            visible = visible & (back >= 0)
-        if WINDOW > 0:
-            visible = visible & (back <= WINDOW)
-            if not CAUSAL:
-                visible = visible & (back >= -WINDOW)
-        s = tl.where(visible, s, float("-inf"))
-        p, alpha, m, l = softmax_step(s, m, l, CHUNK_DTYPE)
-        v = tl.load(v_ptr + n64 * stride_vt + d[None, :], kv_mask, other=0.0).to(CHUNK_DTYPE)
-        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
-    acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_M, HALF, 2)))
+    acc_even = tl.zeros((BLOCK_M, HALF), tl.float32)
+    acc_odd = tl.zeros((BLOCK_M, HALF), tl.float32)
 
-    # The packed prefix, in halves.
-    v_scale = 1.0
+    # The packed prefix, in halves. It comes first, because scaling the query rows to fp16 takes the
+    # registers that the sums need later.
     if prefix > 0:
-        v_scale = prefix_v_scale
-        acc_even *= 1.0 / prefix_v_scale
-        acc_odd *= 1.0 / prefix_v_scale
-        q_even, q_odd, q_scale = load_query(q_ptr, q_offsets, row_in, D, HALF, DTYPE)
+        q = _load_rows(q_ptr, q_offsets, row_in, D, HALF)
+        if DTYPE == tl.float32:
+            q_even, q_odd = _halves(q)
+            q_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+        else:
+            q_even, q_odd, q_scale = _fp16_query(q)
         row_scale = q_scale * prefix_qk_scale
         kv_indices_ptr += kv_start
         k_codes_ptr += kv_head.to(tl.int64) * stride_kc_head
@@ -301,17 +296,70 @@ def _extend_nvfp4_kernel(
                 DTYPE,
                 ASM,
             )
+        acc_even *= prefix_v_scale
+        acc_odd *= prefix_v_scale
 
-    inv = v_scale / tl.where(l > 0, l, 1.0)
-    store_halves(
-        out_ptr,
-        (chunk_start + token) * stride_ot + head * stride_oh,
-        row_in,
-        acc_even * inv[:, None],
-        acc_odd * inv[:, None],
-        D,
-        EMULATE,
+    # The chunk itself: scores full width, sums still in halves.
+    chunk_start, chunk, row_in, token, head = _query_rows(
+        qo_indptr_ptr, req, kv_head, row_block, GROUP, BLOCK_M
     )
+    q_offsets = (chunk_start + token) * stride_qt + head * stride_qh
+    q = _load_rows(q_ptr, q_offsets, row_in, D, HALF).to(CHUNK_DTYPE)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_token - WINDOW, 0) // CHUNK_N * CHUNK_N
+    k_ptr += (chunk_start + begin) * stride_kt + kv_head.to(tl.int64) * stride_kh
+    v_ptr += (chunk_start + begin) * stride_vt + kv_head.to(tl.int64) * stride_vh
+    end = chunk
+    if USE_MASK:
+        mask_offset = 0
+        if HAS_OFFSETS:
+            mask_offset = tl.load(window_offsets_ptr + req).to(tl.int32)
+        mask_ptr += tl.load(mask_indptr_ptr + req).to(tl.int64) + mask_offset + prefix
+        mask_row = token.to(tl.int64) * (prefix + chunk + mask_offset)
+    elif CAUSAL:
+        end = last_token + 1
+    for start in range(begin, end, CHUNK_N):
+        n = start + tl.arange(0, CHUNK_N)
+        valid = n < end
+        # One address a tile and small offsets: an address a row would be carried in registers.
+        k = _load_rows(k_ptr, tl.arange(0, CHUNK_N) * stride_kt, valid, D, HALF).to(CHUNK_DTYPE)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = cap_scores(s * chunk_qk_scale, LOGIT_CAP)
+        visible = valid[None, :] & row_in[:, None]
+        back = token[:, None] - n[None, :]
+        if USE_MASK:
+            allowed = tl.load(mask_ptr + mask_row[:, None] + n[None, :], mask=visible, other=0)
+            visible = visible & (allowed != 0)
+        elif CAUSAL:
+            visible = visible & (back >= 0)
+        if WINDOW > 0:
+            visible = visible & (back <= WINDOW)
+            if not CAUSAL:
+                visible = visible & (back >= -WINDOW)
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, m, l = softmax_step(s, m, l, CHUNK_DTYPE)
+        v = _load_rows(v_ptr, tl.arange(0, CHUNK_N) * stride_vt, valid, D, HALF)
+        v_even, v_odd = _halves(v.to(CHUNK_DTYPE))
+        acc_even = tl.dot(p, v_even, acc_even * alpha[:, None], input_precision="ieee")
+        acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None], input_precision="ieee")
+        k_ptr += CHUNK_N * stride_kt
+        v_ptr += CHUNK_N * stride_vt
+
+    chunk_start, chunk, row_in, token, head = _query_rows(
+        qo_indptr_ptr, req, kv_head, row_block, GROUP, BLOCK_M
+    )
+    inv = (1.0 / tl.where(l > 0, l, 1.0))[:, None]
+    # Rounded before they are joined, which takes half the registers.
+    even = round_to(acc_even * inv, out_ptr.dtype.element_ty, EMULATE)
+    odd = round_to(acc_odd * inv, out_ptr.dtype.element_ty, EMULATE)
+    d = tl.arange(0, 2 * HALF)
+    out_mask = row_in[:, None]
+    if D != 2 * HALF:
+        out_mask = out_mask & (d < D)[None, :]
+    out_ptr += chunk_start * stride_ot
+    offsets = token.to(tl.int64) * stride_ot + head * stride_oh
+    tl.store(out_ptr + offsets[:, None] + d[None, :], tl.interleave(even, odd), out_mask)
 
 
 def extend_nvfp4(

@@ -10,7 +10,7 @@ from sglang_fp4kv.kernels._fragments import E2M1, E4M3, FOLDS, TWIN
 from sglang_fp4kv.kernels._plan import AttentionPlan, DeviceLimits, pow2
 from sglang_fp4kv.kernels._verify_parts import verify_layouts
 from sglang_fp4kv.kernels.decode_fragments import _decode_fragments_kernel, decode_layouts
-from sglang_fp4kv.kernels.merge_fragments import VERIFY_ORDER, decode_order, merge_fragments
+from sglang_fp4kv.kernels.merge_fragments import decode_order, merge_fragments, verify_order
 from sglang_fp4kv.kernels.verify_fragments import _verify_fragments_kernel
 
 _decode_layouts = functools.cache(decode_layouts)
@@ -46,7 +46,8 @@ def constexprs(
         return shape | {"T": plan.block_n} | _decode_layouts(head_dim, plan.block_n)
     m_tiles = plan.block_n // (16 * plan.num_warps)
     n1, n2 = row_split(plan.block_m)
-    return shape | {"N1": n1, "N2": n2, "M_TILES": m_tiles} | _verify_layouts(head_dim, m_tiles)
+    layouts = _verify_layouts(head_dim, plan.num_warps, m_tiles)
+    return shape | {"N1": n1, "N2": n2, "WARPS": plan.num_warps, "M_TILES": m_tiles} | layouts
 
 
 def launch_fragments(
@@ -62,7 +63,7 @@ def launch_fragments(
     if plan.kind == "decode":
         kernel, order = _decode_fragments_kernel, decode_order(head_dim)
     else:
-        kernel, order = _verify_fragments_kernel, VERIFY_ORDER
+        kernel, order = _verify_fragments_kernel, verify_order(head_dim, plan.num_warps)
         k_scales, v_scales = k_scales.view(torch.int32), v_scales.view(torch.int32)
     sides = k_codes.view(torch.int32), k_scales, v_codes.view(torch.int32), v_scales
     kernel[(call.num_kv_heads, plan.work_items, plan.row_blocks)](

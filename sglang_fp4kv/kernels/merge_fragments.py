@@ -30,6 +30,7 @@ def _merge_fragments_kernel(
     N: tl.constexpr,
     LANE_BYTES: tl.constexpr,
     STEP_BYTES: tl.constexpr,
+    STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -68,7 +69,8 @@ def _merge_fragments_kernel(
 
     # Rows of the operand: lane g of 8, byte of the half word, then what a register or warp adds.
     at = position % (D // 2)
-    byte = at % 8 * LANE_BYTES + at // 16 * STEP_BYTES + at // 8 % 2
+    step = at // 16
+    byte = at % 8 * LANE_BYTES + step % STEPS * STEP_BYTES + step // STEPS * 2 + at // 8 % 2
     column = 2 * byte + position // (D // 2)
     row = row_block * N + n
     offsets = (req.to(tl.int64) * Q + row // GROUP) * stride_ot
@@ -83,18 +85,27 @@ def _merge_fragments_kernel(
 
 @dataclass(frozen=True)
 class FragmentOrder:
-    """Where the rows of a kernel's V operand lie in a row of V: bytes of a lane, of 16 rows."""
+    """Where the rows of a kernel's V operand lie in a row of V.
+
+    A row's lane (0 to 7) and byte of the half word, then every 16 rows a step; after ``steps`` of
+    them the lanes' second half words begin.
+    """
 
     lane_bytes: int
     step_bytes: int
+    steps: int
 
 
 def decode_order(head_dim: int) -> FragmentOrder:
     """decode_fragments: a lane has consecutive words, 16 operand rows are one half word of each."""
-    return FragmentOrder(head_dim // 16, 2)
+    return FragmentOrder(head_dim // 16, 2, head_dim // 32)
 
 
-VERIFY_ORDER = FragmentOrder(2, 16)  # a warp has 16 consecutive bytes, a lane one half word
+def verify_order(head_dim: int, warps: int) -> FragmentOrder:
+    """verify_fragments: a warp has consecutive columns, a lane a half word of them or a word."""
+    if head_dim == 64 * warps:
+        return FragmentOrder(4, 32, warps)
+    return FragmentOrder(2, 16, warps)
 
 
 def merge_fragments(
@@ -139,6 +150,7 @@ def merge_fragments(
         N=rows_padded,
         LANE_BYTES=order.lane_bytes,
         STEP_BYTES=order.step_bytes,
+        STEPS=order.steps,
         COLUMNS=columns,
         SPLITS=_SPLITS,
         EMULATE=emulate,

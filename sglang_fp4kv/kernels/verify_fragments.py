@@ -1,8 +1,8 @@
-"""Verify, or decode of wide groups: up to 48 query rows a KV head in one program of D/32 warps.
+"""Verify, or decode of wide groups: up to 48 query rows a KV head in one program of a few warps.
 
 A tile has 16 keys a warp. First every warp scores its own keys against all rows; then, with the
-weights exchanged through shared memory, it multiplies all keys' weights by its own 32 columns of V.
-So K and V are decoded once each. Packed bytes arrive by asynchronous copies: V's while K is
+weights exchanged through shared memory, it multiplies all keys' weights by its own 32 or 64 columns
+of V. So K and V are decoded once each. Packed bytes arrive by asynchronous copies: V's while K is
 scored, the next K's while V is multiplied. Rows come in one or two blocks of N1 and N2, because
 tensor sizes are powers of two and 6 heads times 8 tokens are 48.
 """
@@ -75,6 +75,7 @@ def _verify_fragments_kernel(
     D: gl.constexpr,
     N1: gl.constexpr,
     N2: gl.constexpr,
+    WARPS: gl.constexpr,
     M_TILES: gl.constexpr,
     MIN_TILES: gl.constexpr,
     BLOCK_B: gl.constexpr,
@@ -98,7 +99,6 @@ def _verify_fragments_kernel(
     V_SHARED: gl.constexpr,
     FLAT: gl.constexpr,
 ):
-    WARPS: gl.constexpr = D // 32
     T: gl.constexpr = 16 * WARPS * M_TILES
     W: gl.constexpr = D // 8
     HALF: gl.constexpr = D // 2
@@ -149,18 +149,20 @@ def _verify_fragments_kernel(
     Q_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1 if CODES >= 64 else 2, 2, [1, 0])
     q0 = gl.allocate_shared_memory(gl.float16, [SLICES, N1, CODES], Q_SHARED)
     q1 = gl.allocate_shared_memory(gl.float16, [SLICES, N1, CODES], Q_SHARED)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row0 = row_block * N
     down = stage_query(
         q_ptr, q0, q1, row0, req, kv_head, stride_qt, stride_qh, Q, GROUP, WARPS, PLACE
     )
-    row_scale = gl.convert_layout(down, N_OF) * qk_scale
+    scales_shared = gl.allocate_shared_memory(gl.float32, [N1], LINE)
+    scales_shared.store(down * qk_scale)
     rows = row0 + gl.arange(0, N1, layout=N_OF)
     weights_shared = gl.allocate_shared_memory(gl.float16, [T, N1], weights_layout(N1))
     maxima = gl.allocate_shared_memory(gl.float32, [WARPS, N1], FLAT)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     above = gl.allocate_shared_memory(gl.float32, [WARPS], LINE)
     ALL: gl.constexpr = all_layout(WARPS)
-    m = gl.full([N1], float("-inf"), gl.float32, layout=N_OF)
+    m = gl.allocate_shared_memory(gl.float32, [N1], LINE)
+    m.store(gl.full([N1], float("-inf"), gl.float32, layout=N_OF))
     sums = thread_sums(gl.zeros([T, N1], gl.float16, layout=MMA), WARPS)
     SUMS: gl.constexpr = sums.type.layout
     even = gl.zeros([HALF, N1], gl.float32, layout=MMA)
@@ -172,11 +174,13 @@ def _verify_fragments_kernel(
             q_ptr, q0_2, q1_2, row0 + N1, req, kv_head, stride_qt, stride_qh, Q, GROUP, WARPS,
             PLACE,
         )  # fmt: skip
-        row_scale_2 = gl.convert_layout(down_2, N_OF) * qk_scale
+        scales_shared_2 = gl.allocate_shared_memory(gl.float32, [N2], LINE)
+        scales_shared_2.store(down_2 * qk_scale)
         rows_2 = row0 + N1 + gl.arange(0, N2, layout=N_OF)
         weights_shared_2 = gl.allocate_shared_memory(gl.float16, [T, N2], weights_layout(N2))
         maxima_2 = gl.allocate_shared_memory(gl.float32, [WARPS, N2], FLAT)
-        m_2 = gl.full([N2], float("-inf"), gl.float32, layout=N_OF)
+        m_2 = gl.allocate_shared_memory(gl.float32, [N2], LINE)
+        m_2.store(gl.full([N2], float("-inf"), gl.float32, layout=N_OF))
         sums_2 = thread_sums(gl.zeros([T, N2], gl.float16, layout=MMA), WARPS)
         SUMS_2: gl.constexpr = sums_2.type.layout
         even_2 = gl.zeros([HALF, N2], gl.float32, layout=MMA)
@@ -221,16 +225,16 @@ def _verify_fragments_kernel(
         if WINDOW > 0:
             edge = edge | (tile * T < first_pos + Q - WINDOW)
         s = hide(
-            cap_scores(s * row_scale[None, :], LOGIT_CAP), valid, n, rows, edge, prefix, total,
+            cap_scores(s * scales_shared.load(N_OF)[None, :], LOGIT_CAP), valid, n, rows, edge, prefix, total,
             first_pos, mask_ptr, mask_offset, Q, GROUP, USE_MASK, CAUSAL, WINDOW,
         )  # fmt: skip
-        highest = rows_max(s + weight_offset(m)[None, :], WARPS)
+        highest = rows_max(s + weight_offset(m.load(N_OF))[None, :], WARPS)
         if N2 > 0:
             s_2 = hide(
-                cap_scores(s_2 * row_scale_2[None, :], LOGIT_CAP), valid, n, rows_2, edge, prefix,
+                cap_scores(s_2 * scales_shared_2.load(N_OF)[None, :], LOGIT_CAP), valid, n, rows_2, edge, prefix,
                 total, first_pos, mask_ptr, mask_offset, Q, GROUP, USE_MASK, CAUSAL, WINDOW,
             )  # fmt: skip
-            highest_2 = rows_max(s_2 + weight_offset(m_2)[None, :], WARPS)
+            highest_2 = rows_max(s_2 + weight_offset(m_2.load(N_OF))[None, :], WARPS)
             highest = gl.maximum(
                 highest, gl.convert_layout(highest_2, highest.type.layout, assert_trivial=True)
             )
@@ -239,29 +243,31 @@ def _verify_fragments_kernel(
             maxima.store(warp_max(s, WARPS))
             if N2 > 0:
                 maxima_2.store(warp_max(s_2, WARPS))
-            m_new = gl.maximum(m, gl.ceil(tile_max(maxima, WARPS, N_OF)))
-            alpha = rescale(m, m_new)
+            old = m.load(N_OF)
+            m_new = gl.maximum(old, gl.ceil(tile_max(maxima, WARPS, N_OF)))
+            alpha = rescale(old, m_new)
             sums = scaled_sums(sums, alpha, SUMS)
             even = even * alpha[None, :]
             odd = odd * alpha[None, :]
-            m = m_new
+            m.store(m_new)
             if N2 > 0:
-                m_new_2 = gl.maximum(m_2, gl.ceil(tile_max(maxima_2, WARPS, N_OF)))
-                alpha_2 = rescale(m_2, m_new_2)
+                old_2 = m_2.load(N_OF)
+                m_new_2 = gl.maximum(old_2, gl.ceil(tile_max(maxima_2, WARPS, N_OF)))
+                alpha_2 = rescale(old_2, m_new_2)
                 sums_2 = scaled_sums(sums_2, alpha_2, SUMS_2)
                 even_2 = even_2 * alpha_2[None, :]
                 odd_2 = odd_2 * alpha_2[None, :]
-                m_2 = m_new_2
+                m_2.store(m_new_2)
         # Every warp has read its K.
         copy(
             k_words, k_scale_words, k_codes_ptr, k_scales_ptr, slots, slots_s,
             stride_kc_slot, stride_ks_slot, COPY, COPY_S,
         )  # fmt: skip
-        weights = gl.exp2(s + weight_offset(m)[None, :]).to(gl.float16)
+        weights = gl.exp2(s + weight_offset(m.load(N_OF))[None, :]).to(gl.float16)
         weights_shared.store(weights)
         sums += thread_sums(weights, WARPS)
         if N2 > 0:
-            weights_2 = gl.exp2(s_2 + weight_offset(m_2)[None, :]).to(gl.float16)
+            weights_2 = gl.exp2(s_2 + weight_offset(m_2.load(N_OF))[None, :]).to(gl.float16)
             weights_shared_2.store(weights_2)
             sums_2 += thread_sums(weights_2, WARPS)
 
@@ -300,12 +306,12 @@ def _verify_fragments_kernel(
     column = gl.arange(0, N1, layout=N_OF)
     gl.store(part_acc_ptr + position + column[None, :], even)
     gl.store(part_acc_ptr + HALF * N + position + column[None, :], odd)
-    gl.store(part_stat_ptr + column, m)
+    gl.store(part_stat_ptr + column, m.load(N_OF))
     gl.store(part_stat_ptr + N + column, gl.convert_layout(gl.sum(gl.sum(sums, 0), 0), N_OF))
     if N2 > 0:
         column_2 = N1 + gl.arange(0, N2, layout=N_OF)
         gl.store(part_acc_ptr + position + column_2[None, :], even_2)
         gl.store(part_acc_ptr + HALF * N + position + column_2[None, :], odd_2)
-        gl.store(part_stat_ptr + column_2, m_2)
+        gl.store(part_stat_ptr + column_2, m_2.load(N_OF))
         total_2 = gl.convert_layout(gl.sum(gl.sum(sums_2, 0), 0), N_OF)
         gl.store(part_stat_ptr + N + column_2, total_2)

@@ -1,0 +1,205 @@
+"""Fill the README's speed tables from the result files.
+
+    python tests/bench/readme_table.py             rewrite the blocks
+    python tests/bench/readme_table.py --check     exit 1 when a block is not what the files say
+
+A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput in bench's place. A
+result that is not on file makes its block say that it was not measured.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "bench" / "results"
+FILES = {"bench": "h200_bench.json", "throughput": "h200_throughput.json"}
+NOT_MEASURED = "Not measured yet."
+BASELINES = {
+    "flashinfer_bf16": "FlashInfer BF16",
+    "flashinfer_fp8": "FlashInfer FP8",
+    "flashinfer_nvfp4": "FlashInfer NVFP4",
+    "sglang_triton_bf16": "SGLang Triton BF16",
+    "sglang_triton_fp8": "SGLang Triton FP8",
+}
+KV_NAMES = {"bf16": "BF16", "fp8_e4m3": "FP8", "nvfp4": "NVFP4"}
+
+
+class StaleReadme(Exception):
+    """A block is missing, or differs from its result file; the message says which."""
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def number(value: float | None) -> str:
+    """Three significant digits at least: 3.46, 46.0, 367, 6482."""
+    if value is None:
+        return "-"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def verdict(met: bool | None) -> str:
+    return {True: "met", False: "missed", None: "-"}[met]
+
+
+def p50(entry: dict | None, unit_us: float) -> str:
+    """The entry's median; 'error' for a baseline that could not run."""
+    if entry is None:
+        return "-"
+    return "error" if "error" in entry else number(entry["p50_us"] / unit_us)
+
+
+def attention_tables(rows: list[dict]) -> list[str]:
+    lines = []
+    for title, unit, wanted in (
+        ("Decode and verify, microseconds (p50)", 1, ("decode", "verify")),
+        ("Prefill of one request, milliseconds (p50)", 1000, ("prefill",)),
+    ):
+        chosen = [row for row in rows if row.get("kind") in wanted]
+        if not chosen:
+            continue
+        header = ["requests x prefix, new tokens; heads", *BASELINES.values(), "**ours**", "goal", ""]
+        lines += ["", f"{title}:", "", *markdown(header, [attention_cells(r, unit) for r in chosen])]
+    return lines
+
+
+def attention_cells(row: dict, unit: float) -> list[str]:
+    goal, met = number(row["goal_us"] and row["goal_us"] / unit), verdict(row["met"])
+    if row.get("further_goal_us"):
+        goal += f", then {number(row['further_goal_us'] / unit)}"
+        met += f", {verdict(row['further_met'])}"
+    return [
+        f"{row['requests']} x {row['context']}, {row['rows']}; "
+        f"{row['heads']}/{row['kv_heads']}/{row['head_dim']}",
+        *(p50(row["baselines"].get(name), unit) for name in BASELINES),
+        f"**{p50(row['ours'], unit)}**",
+        goal,
+        met,
+    ]
+
+
+def store_table(rows: list[dict]) -> list[str]:
+    """A row a number of tokens, a column a (KV heads x head dim): ours, SGLang's, their ratio."""
+    if not rows:
+        return []
+    cells = {(row["tokens"], row["shape"]): row for row in rows}
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    body = [
+        [str(tokens), *(store_cell(cells.get((tokens, shape))) for shape in shapes)]
+        for tokens in dict.fromkeys(row["tokens"] for row in rows)
+    ]
+    met, goal = sum(row["met"] is True for row in rows), rows[0]["goal_ratio"]
+    title = "Writer, microseconds (p50), beside SGLang's BF16 store of the same tokens"
+    verdict_line = f"At most {goal} times SGLang's store in {met} of {len(rows)} rows."
+    header = ["tokens", *(f"{shape}: **ours**, SGLang, ratio" for shape in shapes)]
+    return ["", f"{title}:", "", *markdown(header, body), "", verdict_line]
+
+
+def store_cell(row: dict | None) -> str:
+    if row is None or "error" in row:
+        return "-" if row is None else "error"
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    return f"**{p50(row['ours'], 1)}**, {p50(row['baselines'].get('sglang_bf16'), 1)}, {ratio}"
+
+
+def origin(result: dict, name: str) -> str:
+    versions = result["versions"]
+    return (
+        f"{result['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, SGLang "
+        f"{versions['sglang']}, FlashInfer {versions['flashinfer-python']}, {result['date']}; "
+        f"`{(RESULTS / name).relative_to(ROOT)}`."
+    )
+
+
+def bench_block(result: dict) -> list[str]:
+    rows = result["rows"]
+    return [
+        origin(result, FILES["bench"]),
+        *attention_tables([row for row in rows if row["op"] == "attention"]),
+        *store_table([row for row in rows if row["op"] == "store"]),
+        *(f"\nFailed: {row['op']} {row['shape']}: {row['error']}" for row in rows if "error" in row),
+    ]
+
+
+def throughput_block(result: dict) -> list[str]:
+    """A row a (drafter, streams), a column a (KV dtype, backend)."""
+    rows = result["rows"]
+    columns = list(dict.fromkeys((row["kv"], row["backend"]) for row in rows))
+    cells = {(r["drafted"], r["streams"], r["kv"], r["backend"]): r for r in rows}
+    body = []
+    for drafted, streams in dict.fromkeys((r["drafted"], r["streams"]) for r in rows):
+        found = [cells.get((drafted, streams, *column)) for column in columns]
+        body.append(
+            [
+                f"{streams} {'stream' if streams == 1 else 'streams'}, "
+                f"{'drafter' if drafted else 'no drafter'}",
+                *(number(row and row["tokens_per_second"]) for row in found),
+            ]
+        )
+    names = {"triton": "Triton", "flashinfer": "FlashInfer"}
+    header = ["decode tokens a second", *(f"{KV_NAMES[kv]}, {names[b]}" for kv, b in columns)]
+    slower = result["nvfp4_slower_than_fp8"]
+    return [
+        f"{result['model']}, {result['prompt_tokens']} prompt and {result['new_tokens']} new tokens a stream; "
+        f"every verify step is made to yield {result['forced_accept_length']} tokens. "
+        + origin(result, FILES["throughput"]),
+        "",
+        *markdown(header, body),
+        "",
+        f"NVFP4 is slower than FP8 in {len(slower)} of the rows and backends."
+        if slower
+        else "NVFP4 is not slower than FP8 in any row.",
+    ]
+
+
+RENDER = {"bench": bench_block, "throughput": throughput_block}
+
+
+def block(name: str, results: Path) -> str:
+    file = results / FILES[name]
+    if not file.exists():
+        return NOT_MEASURED
+    return "\n".join(RENDER[name](json.loads(file.read_text())))
+
+
+def fill(readme: str, results: Path) -> str:
+    """The README with every block as the result files say.
+
+    Raises: StaleReadme when a block's markers are not there exactly once.
+    """
+    for name in FILES:
+        begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
+        if readme.count(begin) != 1 or readme.count(end) != 1:
+            raise StaleReadme(f"the {name} block's markers must be in the README once each")
+        before, rest = readme.split(begin)
+        after = rest.split(end)[1]
+        readme = before + begin + block(name, results) + end + after
+    return readme
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    old = args.readme.read_text()
+    try:
+        new = fill(old, args.results)
+    except StaleReadme as error:
+        print(f"readme_table: {error}", file=sys.stderr)
+        return 1
+    if args.check and new != old:
+        print("readme_table: the README's tables are stale: run tests/bench/readme_table.py", file=sys.stderr)
+        return 1
+    if not args.check:
+        args.readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -55,7 +55,7 @@ def server_flags(args, config):
     most = max(args.streams)
     flags = [
         "--model-path", str(args.model), "--kv-cache-dtype", kv, "--attention-backend", backend,
-        "--mem-fraction-static", "0.3", "--max-running-requests", str(most),
+        "--mem-fraction-static", "0.8", "--max-running-requests", str(most),
         "--max-total-tokens", str((args.prompt_tokens + args.new_tokens + 256) * most + 4096),
         "--sampling-backend", "pytorch", "--sleep-on-idle",
     ]  # fmt: skip

@@ -26,7 +26,7 @@ SHAPES = (
     (64, 3, 3, 8),
 )
 TREE = {"USE_MASK": True, "WINDOW": 512, "LOGIT_CAP": 30.0}
-SPILL_BYTES = {"plain": 16, "tree": 64}  # a windowed, capped tree verify is no DFlash path
+SPILL_BYTES = {"plain": 16, "tree": 112}  # a windowed, capped tree verify is no DFlash path
 
 
 def _types(kernel, constexprs: dict, kind: str) -> dict:
@@ -139,8 +139,9 @@ def compile_all(arch: int, sass: bool = False) -> None:
             "N": rows_padded,
             "LANE_BYTES": 2,
             "STEP_BYTES": 16,
-            "COLUMNS": merge._COLUMNS,
-            "SPLITS": merge._SPLITS,
+            "STEPS": 8,
+            "COLUMNS": (merge._FEW if count == 1 else merge._MANY)[0],
+            "SPLITS": (merge._FEW if count == 1 else merge._MANY)[1],
             "EMULATE": False,
         }
         done = compile_kernel(

@@ -13,6 +13,7 @@ from sglang_fp4kv import codec
 from sglang_fp4kv.kernels import _fragments as fragments
 from sglang_fp4kv.kernels import _verify_parts as verify
 from sglang_fp4kv.kernels import decode_fragments as decode
+from sglang_fp4kv.kernels import merge_fragments as merge_module
 from sglang_fp4kv.kernels.merge_fragments import decode_order, merge_fragments, verify_order
 
 PLACES = {"e4m3": fragments.E4M3, "e2m1": fragments.E2M1}
@@ -343,7 +344,9 @@ def merged(acc, top, total, v_scale):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype, many_programs", [(torch.bfloat16, 4096), (torch.float16, 4096), (torch.bfloat16, 0)]
+)
 @pytest.mark.parametrize(
     "kind, head_dim, rows_padded, row_blocks, q_per_req, group",
     [
@@ -359,9 +362,11 @@ def merged(acc, top, total, v_scale):
     ],
 )
 def test_merge_matches_a_plain_one(
-    device, kind, head_dim, rows_padded, row_blocks, q_per_req, group, dtype
-):
+    device, kind, head_dim, rows_padded, row_blocks, q_per_req, group, dtype, many_programs,
+    monkeypatch,
+):  # fmt: skip
     """Requests of no, one, five and 40 splits in one call; rows that no split saw a key for."""
+    monkeypatch.setattr(merge_module, "_MANY_PROGRAMS", many_programs)
     heads, splits, v_scale = 2, (5, 0, 40, 1), 0.375
     items, rows = sum(splits), q_per_req * group
     assert (row_blocks - 1) * rows_padded < rows <= row_blocks * rows_padded

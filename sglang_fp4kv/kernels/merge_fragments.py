@@ -8,9 +8,11 @@ import triton.language as tl
 
 from sglang_fp4kv.kernels._plan import cdiv
 
-_SPLITS = 16  # merged at a time
-_COLUMNS = 16  # of a program
 _ROWS = 8
+# Columns of a program and splits it merges at a time: few requests have many splits and need many programs;
+# many requests fill the device with fewer, larger ones.
+_FEW, _MANY = (16, 16), (64, 4)
+_MANY_PROGRAMS = 4096
 
 
 @triton.jit
@@ -133,9 +135,12 @@ def merge_fragments(
     Reference: softmax over the whole row
     """
     rows, num_q_heads, head_dim = out.shape
-    columns = min(_COLUMNS, head_dim)
-    blocks = cdiv(head_dim, columns) * (rows_padded // _ROWS) * row_blocks
-    _merge_fragments_kernel[(rows // q_per_req, num_kv_heads, blocks)](
+    requests = rows // q_per_req
+    row_groups = rows_padded // _ROWS * row_blocks
+    few = requests * num_kv_heads * row_groups * cdiv(head_dim, _FEW[0])
+    columns, splits = _FEW if few <= _MANY_PROGRAMS else _MANY
+    blocks = cdiv(head_dim, columns) * row_groups
+    _merge_fragments_kernel[(requests, num_kv_heads, blocks)](
         out,
         part_acc,
         part_stat,
@@ -152,7 +157,7 @@ def merge_fragments(
         STEP_BYTES=order.step_bytes,
         STEPS=order.steps,
         COLUMNS=columns,
-        SPLITS=_SPLITS,
+        SPLITS=splits,
         EMULATE=emulate,
         num_warps=4,
     )

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 SCRATCH_BYTES = 32 << 20  # K and V of one piece: 8,192 tokens of 4 heads of 256 in bf16
 QUERY_TOKENS = 8192  # of one call; bounds the fp32 state between pieces
 
-# Measured on an H200 (sglang 0.5.23, FlashInfer 0.7.2; D 256, 24 and 4 heads), per SM, so that they
-# scale with a device: SGLang's Triton extend kernel, which ours is built like, at 65 to 98 TFLOP/s,
-# FlashInfer FA2 at 234 to 305.
-_PACKED_FLOPS_PER_SM = 0.68e12
+# Measured on an H200 (D 256, 24 and 4 heads), per SM, so that they scale with a device: our packed
+# kernel at 184 TFLOP/s for 8,192 new tokens on 65,536 (tests/bench/results/h200_bench.json),
+# FlashInfer FA2 0.7.2 at 305 (shared field notes).
+_PACKED_FLOPS_PER_SM = 1.39e12
 _PACKED_LEAST_ROWS = 64  # a program of fewer rows decodes as many keys and takes as long
-_LIBRARY_FLOPS_PER_SM = 1.9e12
+_LIBRARY_FLOPS_PER_SM = 2.3e12
 _LIBRARY_ROWS = 128  # query tokens of one head in a tile of the library
 _DECODE_BYTES_PER_SM = 20e9  # a second; read codes, write values: about 2.6 TB/s on 132 SMs
 # Host time: a call of the library; decode and merge of a piece.
@@ -88,7 +88,7 @@ def choose(
 
     Packed: programs of block_m rows (tokens x heads of a group) walk all keys of their request, in
     waves over the SMs; a single program is as slow as a wave, so a short chunk on a long prefix
-    does not become cheap: 512 tokens on 64k are 96 programs, 12.5 ms, and 8 tokens take half that.
+    does not become cheap: 512 tokens on 64k are 96 programs, 6.2 ms, and 8 tokens take half that.
     Library: the same with its own tiles and rate, the prefix decoded once a query block, and host
     time for every call. So the library takes chunks of some hundred tokens and more, and shorter
     ones on a prefix of some thousand; the packed kernel takes small work and crowds of small

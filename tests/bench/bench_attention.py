@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from attention_baselines import BASELINES, FLASHINFER
 from reference_attention import Pool, assert_close_enough, attend, visible_keys
-from timing import DEVICE, ROTATE_BYTES, timed
+from timing import DEVICE, ROTATE_BYTES, failure, timed
 
 from sglang_fp4kv.kernels import decode_nvfp4, extend_nvfp4 as prefill
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
@@ -224,7 +224,7 @@ def run_baseline(x: Inputs, name: str, result: torch.Tensor, seconds: float) -> 
             times = timed(call, x.copies, seconds)
             found.append(times | {"off_from_ours": round(off.item(), 5), "way": way})
     except Exception as error:  # a baseline that cannot run is a result too
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
+        return {"error": failure(error)}
     finally:
         ways = call = None
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
-from timing import DEVICE, ROTATE_BYTES, copy_bandwidth, timed  # noqa: E402
+from timing import DEVICE, ROTATE_BYTES, copy_bandwidth, failure, timed  # noqa: E402
 
 from launcher.demo import commit, gpu_name, installed_versions  # noqa: E402
 from sglang_fp4kv import codec  # noqa: E402
@@ -174,13 +174,13 @@ def run_row(heads: int, head_dim: int, tokens: int, seconds: float) -> dict:
     try:
         row["ours"] = measure(ours, x, seconds)
     except Exception as error:  # the other rows are still worth their time
-        row["error"] = f"{type(error).__name__}: {error}"[:600]
+        row["error"] = failure(error, 600)
         return row
     for name, make in BASELINES.items():
         try:
             row["baselines"][name] = measure(make, x, seconds)
         except Exception as error:  # a baseline that cannot run is a result too
-            row["baselines"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            row["baselines"][name] = {"error": failure(error)}
         torch.cuda.empty_cache()
     baseline = row["baselines"]["sglang_bf16"].get("p50_us")
     if baseline:

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from attention_baselines import BASELINES, FLASHINFER  # noqa: E402
 from bench_attention import SHAPES, compile_shape, run_shape  # noqa: E402
-from timing import copy_bandwidth  # noqa: E402
+from timing import copy_bandwidth, failure, told  # noqa: E402
 
 from launcher.demo import commit, gpu_name, installed_versions  # noqa: E402
 
@@ -65,7 +65,7 @@ def compile_all(shapes, names) -> dict:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=COMPILE_SECONDS)
         except subprocess.TimeoutExpired:
             return f"{shape} {baselines}: not compiled within {COMPILE_SECONDS} s"
-        return done.returncode and f"{shape} {baselines}: {done.stderr.strip()[-300:]}"
+        return done.returncode and f"{shape} {baselines}: {told(done.stderr.strip(), 300)}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         failed = [line for line in pool.map(run, compile_jobs(shapes, names)) if line]
@@ -82,7 +82,7 @@ def attention_rows(args, copy_speed):
             yield {
                 "op": "attention",
                 "shape": str(shape),
-                "error": f"{type(error).__name__}: {error}"[:600],
+                "error": failure(error, 600),
             }
         torch.cuda.empty_cache()
 

@@ -1,5 +1,6 @@
 """How every benchmark times a call on a GPU, and what it records about the machine."""
 
+import re
 import time
 
 import torch
@@ -49,3 +50,12 @@ def copy_bandwidth() -> float:
     a = torch.zeros(1 << 30, dtype=torch.int32, device=DEVICE)
     b = torch.empty_like(a)
     return 8 * a.numel() / (timed(lambda _: torch.add(a, 1, out=b), 1, 0.3)["p50_us"] * 1e-6)
+
+
+def told(text: str, most: int) -> str:
+    """The text's last ``most`` characters, without the folders that a machine's packages lie in."""
+    return re.sub(r"/\S*/(?=(flashinfer|sglang|triton|torch|tests)/)", "", text)[-most:]
+
+
+def failure(error: Exception, most: int = 300) -> str:
+    return told(f"{type(error).__name__}: {error}", most)

@@ -345,7 +345,12 @@ def merged(acc, top, total, v_scale):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    "dtype, many_programs", [(torch.bfloat16, 4096), (torch.float16, 4096), (torch.bfloat16, 0)]
+    "dtype, cut",
+    [
+        (torch.bfloat16, merge_module._FEW),
+        (torch.float16, merge_module._DEEP),
+        (torch.bfloat16, merge_module._MANY),
+    ],
 )
 @pytest.mark.parametrize(
     "kind, head_dim, rows_padded, row_blocks, q_per_req, group",
@@ -362,11 +367,11 @@ def merged(acc, top, total, v_scale):
     ],
 )
 def test_merge_matches_a_plain_one(
-    device, kind, head_dim, rows_padded, row_blocks, q_per_req, group, dtype, many_programs,
+    device, kind, head_dim, rows_padded, row_blocks, q_per_req, group, dtype, cut,
     monkeypatch,
 ):  # fmt: skip
     """Requests of no, one, five and 40 splits in one call; rows that no split saw a key for."""
-    monkeypatch.setattr(merge_module, "_MANY_PROGRAMS", many_programs)
+    monkeypatch.setattr(merge_module, "_shape", lambda programs, splits: cut)
     heads, splits, v_scale = 2, (5, 0, 40, 1), 0.375
     items, rows = sum(splits), q_per_req * group
     assert (row_blocks - 1) * rows_padded < rows <= row_blocks * rows_padded
@@ -409,6 +414,7 @@ def test_merge_matches_a_plain_one(
         heads,
         rows_padded,
         row_blocks,
+        11,
         ORDERS[kind][1](head_dim),
         v_scale,
         emulate=device.type == "cpu",
@@ -417,3 +423,9 @@ def test_merge_matches_a_plain_one(
     torch.testing.assert_close(out.cpu().double(), want, rtol=1.01 * step, atol=1e-6)
     assert (out.view(len(splits), q_per_req, -1, head_dim)[1] == 0).all()
     assert (wide[len(want) :] == 9).all() and (wide[..., head_dim:] == 9).all()
+
+
+def test_merge_is_shaped_by_how_much_there_is():
+    assert merge_module._shape(64, 8) == merge_module._FEW
+    assert merge_module._shape(64, 264) == merge_module._DEEP
+    assert merge_module._shape(10**5, 1) == merge_module._MANY

@@ -91,6 +91,7 @@ def launch_fragments(
         call.num_kv_heads,
         plan.block_m,
         plan.row_blocks,
+        plan.budget,
         order,
         call.v_global_scale * fold,
     )

@@ -9,10 +9,18 @@ import triton.language as tl
 from sglang_fp4kv.kernels._plan import cdiv
 
 _ROWS = 8
-# Columns of a program and splits it merges at a time: few requests have many splits and need many programs;
-# many requests fill the device with fewer, larger ones.
-_FEW, _MANY = (16, 16), (64, 4)
+# Columns of a program and splits it merges at a time, every step a trip to memory: few requests have
+# many splits and need many programs; many requests fill the device with fewer, larger ones.
+_FEW, _DEEP, _MANY = (16, 16), (16, 64), (64, 4)
 _MANY_PROGRAMS = 4096
+_DEEP_SPLITS = 48  # of a request
+
+
+def _shape(programs: int, splits: int) -> tuple[int, int]:
+    """Columns and splits for ``programs`` of 16 columns and about ``splits`` a request."""
+    if programs > _MANY_PROGRAMS:
+        return _MANY
+    return _DEEP if splits > _DEEP_SPLITS else _FEW
 
 
 @triton.jit
@@ -119,6 +127,7 @@ def merge_fragments(
     num_kv_heads: int,
     rows_padded: int,
     row_blocks: int,
+    budget: int,
     order: FragmentOrder,
     v_scale: float,
     emulate: bool = False,
@@ -130,6 +139,7 @@ def merge_fragments(
       part_acc   [I * row_blocks * H * D * N]  fp32          sums of weight times V, columns in order
       part_stat  [I * row_blocks * H * 2 * N]  fp32          maxima (log2), sums of weights
       sched      [R // q_per_req * 2]          int32         first item and splits of a request
+    budget: work items a KV head that the requests share; only a hint at the number of splits
     Numerics: fp32; a row without a visible key becomes 0
     Runs on: as attention_nvfp4; CUDA-graph safe yes; allocates no
     Reference: softmax over the whole row
@@ -138,7 +148,7 @@ def merge_fragments(
     requests = rows // q_per_req
     row_groups = rows_padded // _ROWS * row_blocks
     few = requests * num_kv_heads * row_groups * cdiv(head_dim, _FEW[0])
-    columns, splits = _FEW if few <= _MANY_PROGRAMS else _MANY
+    columns, splits = _shape(few, budget // requests)
     blocks = cdiv(head_dim, columns) * row_groups
     _merge_fragments_kernel[(requests, num_kv_heads, blocks)](
         out,

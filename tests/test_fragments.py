@@ -182,13 +182,12 @@ def test_decode_layouts(head_dim, tile):
     assert_scales_follow_words(layouts, "V", "VS", v_group)
 
 
-@pytest.mark.parametrize("m_tiles", [1, 2])
 @pytest.mark.parametrize("columns_a_warp", [32, 64])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_verify_layouts(head_dim, columns_a_warp, m_tiles):
+def test_verify_layouts(head_dim, columns_a_warp):
     words, warps = head_dim // 8, head_dim // columns_a_warp
-    layouts = verify.verify_layouts(head_dim, warps, m_tiles)
-    tile, tokens = 16 * warps * m_tiles, verify.V_TOKENS
+    layouts = verify.verify_layouts(head_dim, warps)
+    tile, tokens = 16 * warps, verify.V_TOKENS
     k, v, pairs = (held(layouts[name]) for name in ("K", "V", "VP"))
     assert layouts["K"].shape == [tile, words] and layouts["V"].shape == [tokens, words, 2]
     for name, where in (("K", k), ("V", v), ("VP", pairs)):
@@ -196,7 +195,7 @@ def test_verify_layouts(head_dim, columns_a_warp, m_tiles):
         assert_each_once(layouts[name], where)
     for (warp, lane), got in thread_sets(k).items():
         g, c = divmod(lane, 4)
-        rows = [16 * warps * i + 16 * warp + g + j for i in range(m_tiles) for j in (0, 8)]
+        rows = [16 * warp + g, 16 * warp + g + 8]
         quarter = range(c * words // 4, (c + 1) * words // 4)
         assert got == {(row, word) for row in rows for word in quarter}
     of_pairs = thread_sets(pairs)

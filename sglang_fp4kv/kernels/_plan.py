@@ -90,13 +90,13 @@ _DECODE_ROWS = 8
 _VERIFY_ROWS = (16, 24, 32, 48)
 # Keys of a decode tile, and programs a multiprocessor holds: what the registers allow.
 _DECODE_TILE = {64: (32, 12), 128: (32, 12), 256: (32, 8)}
-# Warps of a verify program, 16-key rows a warp scores at a time, and programs a multiprocessor holds:
-# the wide ones, which hold twice the values of V a thread, and the narrow ones, which always fit.
-_VERIFY_WIDE = {256: (4, 1, 2)}
-_VERIFY_NARROW = {64: (2, 1, 6), 128: (4, 1, 3), 256: (8, 1, 1)}
+# Warps of a verify program and programs a multiprocessor holds: the wide ones, which hold twice the
+# values of V a thread, and the narrow ones, which always fit.
+_VERIFY_WIDE = {256: (4, 2)}
+_VERIFY_NARROW = {64: (2, 6), 128: (4, 3), 256: (8, 1)}
 
 
-def _verify_tile(head_dim: int, limits: DeviceLimits) -> tuple[int, int, int]:
+def _verify_tile(head_dim: int, limits: DeviceLimits) -> tuple[int, int]:
     """sm_120 and 121 have shared memory for one program only, and their compiler spills the wide one."""
     wide = limits.shared_bytes >= SM90_SHARED_BYTES and head_dim in _VERIFY_WIDE
     return (_VERIFY_WIDE if wide else _VERIFY_NARROW)[head_dim]
@@ -158,8 +158,8 @@ def plan_attention(
         else:
             kind, row_blocks = "verify", cdiv(rows, _VERIFY_ROWS[-1])
             block_m = min(n for n in _VERIFY_ROWS if n * row_blocks >= rows)
-            num_warps, m_tiles, programs = _verify_tile(head_dim, limits)
-            block_n = 16 * num_warps * m_tiles
+            num_warps, programs = _verify_tile(head_dim, limits)
+            block_n = 16 * num_warps
     else:
         kind, block_m = "tiled", min(64, max(16, pow2(rows)))
         row_blocks = cdiv(rows, block_m)

@@ -20,13 +20,12 @@ from sglang_fp4kv.kernels._fragments import (
 V_TOKENS = 32  # multiplied at a time
 
 
-def verify_layouts(head_dim: int, warps: int, m_tiles: int) -> dict:
-    """Layouts (constexpr arguments): warps = head_dim/32 or head_dim/64, 16 * m_tiles keys a warp."""
+def verify_layouts(head_dim: int, warps: int) -> dict:
+    """Layouts (constexpr arguments): warps = head_dim/32 or head_dim/64, 16 keys a warp."""
     words = head_dim // 8
-    tile, groups = 16 * warps * m_tiles, words // 2
+    tile, groups = 16 * warps, words // 2
     # K [T, words]: lanes 4g + c of warp w hold quarter c of rows 16w + g and 16w + g + 8
     k_reg = [[0, 1 << i] for i in range(log2(words // 4))] + [[8, 0]]
-    k_reg += [[16 * warps << i, 0] for i in range(log2(m_tiles))]
     k_lane = [[0, words // 4], [0, words // 2], [1, 0], [2, 0], [4, 0]]
     k_warp = [[16 << i, 0] for i in range(log2(warps))]
     # V [32, words, halves]: lanes 4g + c hold tokens 2c, 2c + 1, 8 + 2c, ... and of warp w's columns
@@ -201,10 +200,8 @@ def score(kw, kz, q0, q1, q0_2, q1_2, s, s_2, WARPS: gl.constexpr, MMA: gl.const
 @gluon.jit
 def warp_max(s, WARPS: gl.constexpr):
     """Maximum over each warp's keys, [WARPS, N]."""
-    T: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
-    x = gl.reshape(s, [T // (16 * WARPS), WARPS, 2, 8, N])
-    return gl.max(gl.max(gl.max(x, 2), 0), 1)
+    return gl.max(gl.max(gl.reshape(s, [WARPS, 2, 8, N]), 1), 1)
 
 
 @gluon.jit
@@ -217,19 +214,15 @@ def tile_max(maxima, WARPS: gl.constexpr, N_OF: gl.constexpr):
 @gluon.jit
 def rows_max(x, WARPS: gl.constexpr):
     """Maximum over each warp's keys and all rows, [WARPS]."""
-    T: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    x = gl.reshape(x, [T // (16 * WARPS), WARPS, 2, 8, N])
-    return gl.max(gl.max(gl.max(gl.max(x, 2), 0), 2), 1)
+    return gl.max(gl.max(gl.max(gl.reshape(x, [WARPS, 2, 8, N]), 1), 2), 1)
 
 
 @gluon.jit
 def thread_sums(weights, WARPS: gl.constexpr):
     """Sums of the weights, over each thread's own keys, [WARPS, 8, N]; the rest is summed last."""
-    T: gl.constexpr = weights.shape[0]
     N: gl.constexpr = weights.shape[1]
-    x = gl.reshape(weights.to(gl.float32), [T // (16 * WARPS), WARPS, 2, 8, N])
-    return gl.sum(gl.sum(x, 2), 0)
+    return gl.sum(gl.reshape(weights.to(gl.float32), [WARPS, 2, 8, N]), 1)
 
 
 @gluon.jit

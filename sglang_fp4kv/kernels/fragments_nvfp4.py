@@ -44,10 +44,9 @@ def constexprs(
     }
     if plan.kind == "decode":
         return shape | {"T": plan.block_n} | _decode_layouts(head_dim, plan.block_n)
-    m_tiles = plan.block_n // (16 * plan.num_warps)
     n1, n2 = row_split(plan.block_m)
-    layouts = _verify_layouts(head_dim, plan.num_warps, m_tiles)
-    return shape | {"N1": n1, "N2": n2, "WARPS": plan.num_warps, "M_TILES": m_tiles} | layouts
+    layouts = _verify_layouts(head_dim, plan.num_warps)
+    return shape | {"N1": n1, "N2": n2, "WARPS": plan.num_warps} | layouts
 
 
 def launch_fragments(

@@ -76,7 +76,6 @@ def _verify_fragments_kernel(
     N1: gl.constexpr,
     N2: gl.constexpr,
     WARPS: gl.constexpr,
-    M_TILES: gl.constexpr,
     MIN_TILES: gl.constexpr,
     BLOCK_B: gl.constexpr,
     HAS_BLOCK: gl.constexpr,
@@ -99,10 +98,10 @@ def _verify_fragments_kernel(
     V_SHARED: gl.constexpr,
     FLAT: gl.constexpr,
 ):
-    T: gl.constexpr = 16 * WARPS * M_TILES
+    T: gl.constexpr = 16 * WARPS
     W: gl.constexpr = D // 8
     HALF: gl.constexpr = D // 2
-    SLICES: gl.constexpr = max(1, D // 64) * M_TILES
+    SLICES: gl.constexpr = D // 64
     CODES: gl.constexpr = HALF // SLICES
     N: gl.constexpr = N1 + N2
     TV: gl.constexpr = V.shape[0]

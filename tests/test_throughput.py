@@ -148,7 +148,7 @@ def test_prompts_differ_and_stay_the_same(tmp_path):
 def test_another_pool_than_asked_for_is_not_measured(tmp_path, monkeypatch, dtype, tokens, message):
     report = {"target": {"dtype": dtype}, "draft": None, "max_total_num_tokens": tokens}
     monkeypatch.setattr(throughput, "server_info", lambda _: {"internal_states": [{"fp4kv": report}]})
-    run = throughput.Run(options(tmp_path))
+    run = throughput.Run(options(tmp_path), save=None)
     server = type("Server", (), {"url": "http://nowhere"})
     run.one(("triton", "nvfp4", False), server, [])
     assert run.failed == {("triton", "nvfp4", False): message}
@@ -161,3 +161,34 @@ def test_knobs_are_those_of_the_release():
     for name in ("SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD", "SGLANG_SIMULATE_ACC_TOKEN_MODE"):
         assert hasattr(envs, name)
     assert not hasattr(envs, "SGLANG_NO_SUCH_KNOB")
+
+
+def test_a_run_that_is_cut_off_keeps_what_was_measured(tmp_path, monkeypatch):
+    args = options(tmp_path, "--backends", "triton")
+    args.out = tmp_path / "out.json"
+    saved = []
+
+    def save(run):
+        throughput.write(args, ["model", "out"], True, 0.0, run)
+        saved.append(json.loads(args.out.read_text()))
+
+    class Server:
+        def wait_ready(self, seconds, path):
+            return 1.0
+
+        def stop(self, grace):
+            pass
+
+    monkeypatch.setattr(throughput, "start", lambda args, config: Server())
+    monkeypatch.setattr(throughput, "make_prompts", lambda args: [])
+    monkeypatch.setattr(
+        throughput,
+        "measure",
+        lambda args, config, server, prompts: [
+            {"kv": config[1], "backend": config[0], "drafted": config[2], "streams": 1,
+             "tokens_per_second": 9.0}
+        ],
+    )  # fmt: skip
+    throughput.Run(args, save).go()
+    assert [len(content["rows"]) for content in saved] == [1, 2, 3, 4, 5, 6]
+    assert [content["complete"] for content in saved] == [False] * 5 + [True]

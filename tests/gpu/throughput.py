@@ -132,9 +132,9 @@ def measure(args, config, server, prompts):
 class Run:
     """All servers of a run, started together and measured one after another."""
 
-    def __init__(self, args):
-        self.args, self.progress = args, Progress()
-        self.rows, self.failed = [], {}
+    def __init__(self, args, save):
+        self.args, self.save, self.progress = args, save, Progress()
+        self.rows, self.failed, self.done = [], {}, []
 
     def go(self):
         prompts = make_prompts(self.args)
@@ -147,6 +147,8 @@ class Run:
             for config, server in running.items():
                 if config not in self.failed:
                     self.one(config, server, prompts)
+                self.done.append(config)
+                self.save(self)
         finally:
             with ThreadPoolExecutor(max(1, len(running))) as pool:
                 list(pool.map(lambda server: server.stop(grace=2), running.values()))
@@ -222,17 +224,8 @@ def parse(argv):
     return args
 
 
-def main(argv=None):
-    args = parse(argv)
-    args.logs.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fp4kv-throughput-") as scratch:
-        random_draft = args.draft is None
-        args.draft = args.draft or build_draft(Path(scratch) / "draft", args.model)
-        run = Run(args)
-        run.go()
-    slower = slower_rows(run.rows)
-    asked = sys.argv[1:] if argv is None else argv
+def write(args, asked, random_draft, begun, run):
+    """The result file, as far as the run has come: a run that is cut off keeps its rows."""
     content = {
         # Folders of this machine are left out.
         "command": ["python", "-m", "tests.gpu.throughput", *(word.rpartition("/")[2] for word in asked)],
@@ -249,11 +242,26 @@ def main(argv=None):
         "slack": SLACK,
         "rows": run.rows,
         "nvfp4_slower_than_fp8": [
-            dict(zip(("drafted", "streams", "fp8_backend", "ratio"), row, strict=True)) for row in slower
+            dict(zip(("drafted", "streams", "fp8_backend", "ratio"), row, strict=True))
+            for row in slower_rows(run.rows)
         ],
         "failed_servers": {name_of(config): error for config, error in run.failed.items()},
+        "complete": len(run.done) == len(configurations(args.backends)),
     }
     args.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(argv=None):
+    args = parse(argv)
+    args.logs.mkdir(parents=True, exist_ok=True)
+    asked = sys.argv[1:] if argv is None else argv
+    begun = time.monotonic()
+    random_draft = args.draft is None
+    with tempfile.TemporaryDirectory(prefix="fp4kv-throughput-") as scratch:
+        args.draft = args.draft or build_draft(Path(scratch) / "draft", args.model)
+        run = Run(args, lambda run: write(args, asked, random_draft, begun, run))
+        run.go()
+    slower = slower_rows(run.rows)
     print(*table(run.rows), sep="\n")
     for drafted, streams, backend, ratio in slower:
         print(f"slower than fp8 on {backend}: {'drafted' if drafted else 'undrafted'} x{streams}: {ratio}")

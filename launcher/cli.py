@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from launcher import patchset, serve
+from launcher import explain, patchset, serve
 
 
 def build_parser():
@@ -12,6 +12,7 @@ def build_parser():
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add_parser(commands).set_defaults(run=serve.run)
+    explain.add_parser(commands).set_defaults(run=explain.run)
     patchset.add_parser(commands)
     return parser
 

@@ -18,6 +18,7 @@ RUN_BY = {
     "make test": ".ci/run",
     "make bench": "test_make_bench_without_a_gpu",
     "fp4kv serve": "tests/e2e/test_readme_commands.py::test_serve",
+    "fp4kv explain": "test_explain",
     "fp4kv patch status": "test_patch_commands",
     "fp4kv patch apply": "test_patch_commands",
     "fp4kv patch verify": "tests/test_patchset.py",
@@ -86,6 +87,15 @@ def test_speed_tables_are_those_of_the_result_files():
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_explain():
+    (command,) = (c for c in commands() if "fp4kv explain" in c)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{command.split()[-1]} ")
 
 
 def test_patch_commands(tmp_path):

@@ -113,6 +113,6 @@ def test_patch_commands(tmp_path):
         assert done.stderr.startswith(f"{state}: sglang 0.5.23")
 
 
-@pytest.mark.parametrize("file", re.findall(r"`((?:models|patches|sglang_fp4kv|launcher|tests)/[\w./-]*)`", README))
+@pytest.mark.parametrize("file", re.findall(r"`((?:configs|models|patches|sglang_fp4kv|launcher|tests)/[\w./-]*)`", README))
 def test_every_path_exists(file):
     assert (ROOT / file).exists()

@@ -82,7 +82,7 @@ def _wrapped(label, text):
 def run(args):
     """Prints to stdout, for a pager; exit code 0, or 2 for an id that is not in the table."""
     if args.id is None:
-        chosen = list(TEXTS)
+        chosen = sorted(TEXTS)
     elif args.id.upper() in TEXTS:
         chosen = [args.id.upper()]
     else:

@@ -34,28 +34,37 @@ def test_every_id_is_explained_without_a_field_left(run, id):
 
 
 @pytest.mark.parametrize("id", TEXTS)
-def test_every_id_has_an_example_with_its_fields(id):
+def test_every_id_has_an_example_and_no_value_is_stale(id):
     text = TEXTS[id]
     parts = (text.says, text.why, text.evidence, text.help)
     fields = {name for part in parts for _, name, *_ in string.Formatter().parse(part) if name}
-    assert id in EXAMPLES, f"add an example of {id} to launcher/examples.py"
-    assert set(EXAMPLES[id]) == fields | {"asked"}
+    assert EXAMPLES.get(id, {}).get("asked"), f"add an example of {id} to launcher/examples.py"
+    assert set(EXAMPLES[id]) <= fields | {"asked"}
 
 
-def test_an_explanation_reads_as_written(run):
-    assert run("FP4-014")[1] == (
-        "FP4-014 head-dim-without-whole-blocks\n"
+def test_an_explanation_reads_as_written(monkeypatch):
+    text = Text(
+        name="too-hot",
+        says="{degrees:.0f} degrees are more than the 90 that hold",
+        why="a GPU that is this hot lowers its clock, and the figures of a run are then those of the room",
+        evidence="tests/bench/NOTES.md",
+        help="open a window",
+    )
+    monkeypatch.setitem(TEXTS, "FP4-999", text)
+    monkeypatch.setitem(EXAMPLES, "FP4-999", {"asked": "make bench", "degrees": "95"})
+    assert render(explain("FP4-999")) == (
+        "FP4-999 too-hot\n"
         "\n"
-        "  what:     head_dim 72 is not a multiple of 16\n"
+        "  what:     95 degrees are more than the 90 that hold\n"
         "\n"
-        "  why:      NVFP4 keeps one scale for each 16 elements along head_dim, and a block cannot span two\n"
-        "            heads\n"
+        "  why:      a GPU that is this hot lowers its clock, and the figures of a run are then those of the\n"
+        "            room\n"
         "\n"
-        "  evidence: sglang_fp4kv/formats.py\n"
+        "  evidence: tests/bench/NOTES.md\n"
         "\n"
-        "  example:  --model-path my-model with head_dim 72\n"
+        "  example:  make bench\n"
         "\n"
-        "  to do:    --kv-cache-dtype fp8_e4m3\n"
+        "  to do:    open a window"
     )
 
 
@@ -67,7 +76,7 @@ def test_a_field_without_an_example_is_shown_by_its_name(monkeypatch):
 def test_without_an_id_all_are_listed(run):
     code, out, _ = run()
     assert code == 0
-    assert out.splitlines() == [f"{id}  {text.name}" for id, text in TEXTS.items()]
+    assert out.splitlines() == [f"{id}  {text.name}" for id, text in sorted(TEXTS.items())]
 
 
 def test_an_id_may_be_typed_in_lower_case(run):
@@ -76,7 +85,7 @@ def test_an_id_may_be_typed_in_lower_case(run):
 
 @pytest.mark.parametrize(
     ("typed", "near"),
-    [("FP4-000", "FP4-001"), ("14", "FP4-014"), ("FP4-9999999", list(TEXTS)[-1]), ("unpatched", "FP4-016")],
+    [("FP4-000", "FP4-001"), ("14", "FP4-014"), ("FP4-9999999", max(TEXTS)), ("unpatched", "FP4-016")],
 )
 def test_an_unknown_id_is_bad_usage_and_names_the_nearest(run, typed, near):
     assert run(typed) == (2, "", f"fp4kv explain: there is no {typed}; nearest is {near}\n")
@@ -94,7 +103,7 @@ def test_json(run):
         ["id", "name", "what", "why", "evidence", "example", "help"]
     ]
     assert found["explained"] == [explain("FP4-010")]
-    assert [entry["id"] for entry in json.loads(run("--json")[1])["explained"]] == list(TEXTS)
+    assert [entry["id"] for entry in json.loads(run("--json")[1])["explained"]] == sorted(TEXTS)
 
 
 def test_explaining_needs_no_torch():

@@ -31,7 +31,7 @@ class Profile:
     tp: int  # out of the flags
     result: str  # path of the result file that proves it, or "untested"
     draft_revision: str | None = None
-    draft_sha256: str | None = None  # of the draft's model.safetensors
+    draft_sha256: str | None = None  # of the draft's safetensors files, in name order
     accept_length_floor: float | None = None
     note: str | None = None
 

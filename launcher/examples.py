@@ -7,6 +7,10 @@ _RELEASE = "0.5.23"
 _SITE = ".venv/lib/python3.11/site-packages"
 _POOL = f"{_SITE}/sglang/srt/mem_cache/memory_pool.py"
 _WHEEL = "sglang-0.5.23-py3-none-any.whl"
+_NVFP4 = "--kv-cache-dtype nvfp4"
+_TRITON = f"{_NVFP4} --attention-backend triton"
+_DFLASH = "--speculative-algorithm DFLASH"
+_MODEL = {"asked": "--model-path my-model", "path": "my-model"}
 
 EXAMPLES = {
     "FP4-001": {
@@ -73,6 +77,7 @@ EXAMPLES = {
     "FP4-011": {
         "asked": "--kv-cache-dtype nvfp4 --speculative-draft-kv-cache-dtype nvfp4",
         "dtype": "nvfp4",
+        "target": "nvfp4",
     },
     "FP4-012": {"asked": "--speculative-draft-model-path my-draft", "path": "my-draft"},
     "FP4-013": {
@@ -91,5 +96,94 @@ EXAMPLES = {
         "asked": "--kv-cache-dtype nvfp4",
         "state": "pristine",
         "where": _SITE,
+    },
+    "FP4-017": {
+        "asked": f"{_NVFP4} --attention-backend flashinfer {_DFLASH}",
+        "drafter": "DFLASH",
+        "prefill": "flashinfer",
+        "decode": "flashinfer",
+    },
+    "FP4-018": {
+        "asked": f"{_NVFP4} --attention-backend trtllm_mha {_DFLASH}",
+        "drafter": "DFLASH",
+        "prefill": "trtllm_mha",
+        "decode": "trtllm_mha",
+    },
+    "FP4-019": {
+        "asked": f"{_TRITON} --decode-attention-backend trtllm_mha",
+        "prefill": "triton",
+        "decode": "trtllm_mha",
+    },
+    "FP4-020": {"asked": f"{_NVFP4} --attention-backend flashinfer", "sm": "sm_90"},
+    "FP4-021": {
+        "asked": f"{_TRITON} --prefill-kv-cache-dequant-dtype fp8_e4m3",
+        "dtype": "fp8_e4m3",
+    },
+    "FP4-022": {"asked": f"{_NVFP4} --enable-deterministic-inference"},
+    "FP4-023": {"asked": f"{_NVFP4} --enable-mixed-chunk"},
+    "FP4-024": {"asked": f"{_NVFP4} with SGLANG_USE_HND_KVCACHE=1 in the environment"},
+    "FP4-025": {"asked": f"{_NVFP4} with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 in the environment"},
+    "FP4-026": {"asked": _TRITON, "gpu": "NVIDIA GB10", "sm": "sm_121"},
+    "FP4-027": {"asked": f"{_NVFP4} --tp-size 2"},
+    "FP4-028": {
+        "asked": f"--kv-cache-dtype fp4_mx_block16 {_DFLASH}",
+        "drafter": "DFLASH",
+    },
+    "FP4-029": {"asked": "--kv-cache-dtype fp4_mx_block16 --attention-backend triton"},
+    "FP4-030": {"asked": "--speculative-num-draft-tokens 16", "tokens": "16", "block": "8"},
+    "FP4-031": {
+        "asked": f"{_DFLASH} --speculative-draft-attention-backend torch_native",
+        "backend": "torch_native",
+        "replacement": "flashinfer",
+    },
+    "FP4-032": {
+        "asked": f"{_DFLASH} --speculative-draft-attention-backend fa3",
+        "backend": "fa3",
+    },
+    "FP4-033": {"asked": f"{_NVFP4} --speculative-draft-kv-cache-dtype bf16"},
+    "FP4-034": {
+        "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10",
+        "breadth": "10",
+    },
+    "FP4-035": {"asked": f"{_NVFP4} --speculative-algorithm EAGLE3", "drafter": "EAGLE3"},
+    "FP4-036": {"asked": f"{_DFLASH} --dtype auto for my-model", "stored": "float16"},
+    "FP4-037": {
+        "asked": "--speculative-draft-model-path my-draft --speculative-draft-model-revision v2",
+        "found": "v2",
+        "wanted": "v1",
+    },
+    "FP4-038": _MODEL,
+    "FP4-039": _MODEL,
+    "FP4-040": _MODEL,
+    "FP4-041": _MODEL,
+    "FP4-042": {"asked": "--tp-size 4 for my-model", "heads": "2", "tp": "4"},
+    "FP4-043": _MODEL | {"scales": "k_scale 0.0 of layer 3, v_scale nan of layer 3"},
+    "FP4-044": _MODEL | {"layers": "3, 7", "total": "36"},
+    "FP4-045": _MODEL | {"problem": "model.safetensors ends before its header does"},
+    "FP4-046": {"asked": f"{_NVFP4} --enable-unified-memory"},
+    "FP4-047": {"asked": f"{_NVFP4} --enable-hierarchical-cache"},
+    "FP4-048": {"asked": f"{_NVFP4} --enable-lmcache"},
+    "FP4-049": {"asked": f"{_NVFP4} --enable-flexkv"},
+    "FP4-050": {"asked": f"{_NVFP4} --enable-unified-cache-external-linker"},
+    "FP4-051": {"asked": f"{_NVFP4} --disaggregation-mode decode"},
+    "FP4-052": {"asked": f"{_NVFP4} --dcp-size 2"},
+    "FP4-053": {"asked": f"{_NVFP4} --enable-kv-cache-sharding"},
+    "FP4-054": {"asked": f"{_NVFP4} --enable-hisparse"},
+    "FP4-055": {
+        "asked": f"{_NVFP4} --context-length 131072 --mem-fraction-static 0.9 for my-model",
+        "context": "131072",
+        "room": "55512",
+        "sum": "131,072 tokens x (target 9,216 + drafter 8,192 bytes) = 2.12 GB > 31.00 GB x 0.9 - "
+        "weights 27.00 GB = 0.90 GB, which holds 55,512 tokens",
+    },
+    "FP4-056": {
+        "asked": f"{_NVFP4} --max-total-tokens 2000000 --mem-fraction-static 0.4 for my-model",
+        "sum": "2,000,000 tokens x (target 9,216 + drafter 8,192 bytes) = 32.42 GB > "
+        "121.00 GB x 0.4 - weights 20.00 GB = 28.40 GB",
+    },
+    "FP4-057": {
+        "asked": "--kv-cache-dtype fp4_mx_block16 --mem-fraction-static 0.9 for my-model",
+        "sum": "4,603,378 tokens: weights 20.00 GB + target pool 79.02 GB + drafter pool 9.88 GB + "
+        "one decoded layer 17.56 GB = 126.46 GB > 121.00 GB",
     },
 }

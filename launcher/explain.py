@@ -8,14 +8,16 @@ import difflib
 import json
 import re
 import sys
-import textwrap
 
 from launcher.examples import EXAMPLES
-from launcher.refusal import TEXTS
+from launcher.refusal import TEXTS, fill
+from launcher.rules import FAILS, RULES
 
-COLUMNS = 100
 JSON_VERSION = 1
-_LABELS = {"what": "what", "why": "why", "evidence": "evidence", "example": "example", "help": "to do"}
+_LABELS = {
+    "what": "what", "why": "why", "evidence": "evidence", "status": "status", "example": "example",
+    "help": "to do",
+}  # fmt: skip
 
 
 class _Filling(dict):
@@ -44,11 +46,21 @@ def add_parser(subparsers):
 
 
 def explain(id):
-    """The refusal ``id`` as plain data: id, name and the five parts, in the order they are shown."""
+    """The refusal ``id`` as plain data: id, name and the parts in the order they are shown."""
     text, filling = TEXTS[id], _Filling(EXAMPLES.get(id, {}))
-    shown = (text.says, text.why, text.evidence, "{asked}", text.help)
-    parts = [part.format_map(filling) for part in shown]
+    shown = (text.says, text.why, text.evidence, _status(id), "{asked}", text.help)
+    parts = [part and part.format_map(filling) for part in shown]
     return {"id": id, "name": text.name, **dict(zip(_LABELS, parts, strict=True))}
+
+
+def _status(id):
+    """What a launch rule says about its combination; None for what is no launch rule."""
+    rule = RULES.get(id)
+    if rule is None:
+        return None
+    if rule.allowable:
+        return f"{rule.status}: --allow {id} starts it all the same"
+    return rule.status + ("" if rule.status == FAILS else ", and refused in the server too")
 
 
 def nearest(asked):
@@ -64,19 +76,10 @@ def render(explained):
     """One explanation as text for a terminal."""
     blocks = [f"{explained['id']} {explained['name']}"]
     for part, label in _LABELS.items():
-        blocks.append(_wrapped(f"{label + ':':<10}", explained[part]))
+        if explained[part] is None:
+            continue
+        blocks.append(fill(f"  {label + ':':<10}{explained[part]}", " " * 12))
     return "\n\n".join(blocks)
-
-
-def _wrapped(label, text):
-    return textwrap.fill(
-        text,
-        COLUMNS,
-        initial_indent=f"  {label}",
-        subsequent_indent=" " * (len(label) + 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def run(args):

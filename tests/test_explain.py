@@ -1,16 +1,20 @@
 """`fp4kv explain`: every refusal at length, the list, unknown ids and JSON."""
 
 import json
+import re
 import string
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from launcher import cli
 from launcher.examples import EXAMPLES
-from launcher.explain import COLUMNS, explain, nearest, render
-from launcher.refusal import TEXTS, Text
+from launcher.explain import explain, nearest, render
+from launcher.flags import parse
+from launcher.refusal import COLUMNS, TEXTS
+from launcher.rules import RULES
 
 
 @pytest.fixture
@@ -42,8 +46,15 @@ def test_every_id_has_an_example_and_no_value_is_stale(id):
     assert set(EXAMPLES[id]) <= fields | {"asked"}
 
 
+@pytest.mark.parametrize("id", [id for id in RULES if EXAMPLES.get(id, {}).get("asked", "").startswith("--")])
+def test_what_an_example_asks_is_what_sglang_takes(id):
+    flags = re.split(" for | with ", EXAMPLES[id]["asked"])[0]
+    parse([*([] if "--model-path" in flags else ["--model-path", "m"]), *flags.split()])
+
+
 def test_an_explanation_reads_as_written(monkeypatch):
-    text = Text(
+    text = replace(
+        TEXTS["FP4-016"],
         name="too-hot",
         says="{degrees:.0f} degrees are more than the 90 that hold",
         why="a GPU that is this hot lowers its clock, and the figures of a run are then those of the room",
@@ -68,8 +79,22 @@ def test_an_explanation_reads_as_written(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("id", "status"),
+    [
+        ("FP4-001", None),
+        ("FP4-017", "fails"),
+        ("FP4-026", "untested: --allow FP4-026 starts it all the same"),
+        ("FP4-035", "untested, and refused in the server too"),
+    ],
+)
+def test_the_status_of_a_launch_rule(run, id, status):
+    assert explain(id)["status"] == status
+    assert (f"\n  status:   {status}\n" in run(id)[1]) == (status is not None)
+
+
 def test_a_field_without_an_example_is_shown_by_its_name(monkeypatch):
-    monkeypatch.setitem(TEXTS, "FP4-999", Text("a-name", "{free_gb:.1f} GB is free", "w", "e", "h"))
+    monkeypatch.setitem(TEXTS, "FP4-999", replace(TEXTS["FP4-016"], says="{free_gb:.1f} GB is free"))
     assert "  what:     <free gb> GB is free\n" in render(explain("FP4-999"))
 
 
@@ -100,7 +125,7 @@ def test_json(run):
     found = json.loads(out)
     assert (code, found["version"]) == (0, 1)
     assert [list(entry) for entry in found["explained"]] == [
-        ["id", "name", "what", "why", "evidence", "example", "help"]
+        ["id", "name", "what", "why", "evidence", "status", "example", "help"]
     ]
     assert found["explained"] == [explain("FP4-010")]
     assert [entry["id"] for entry in json.loads(run("--json")[1])["explained"]] == sorted(TEXTS)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ from statistics import mean
 
 import pytest
 
+from launcher.compat import PAIR, PATCHED
 from launcher.flags import UsageError, parse
+from launcher.judge import judge
+from launcher.probe import Machine, parse_gpu
 from launcher.profile import Profile, load_profile
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +74,22 @@ def test_the_pair_is_what_its_result_measured():
     assert mean(result["accept_lengths"]["nvfp4 graph"]) > pair.accept_length_floor
     weights = ROOT / flags.speculative_draft_model_path / "model.safetensors"
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == pair.draft_sha256
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_shipped_profiles_are_accepted_with_what_their_notes_allow(file):
+    """On the pair where the profile leaves the model open; no other rule stands in the way."""
+    profile = load_profile(file)
+    flags = profile.flags
+    if "--model-path" not in flags:
+        flags = [*flags, "--model-path", str(PAIR / "target")]
+        if "--speculative-algorithm" in flags:
+            flags += ["--speculative-draft-model-path", str(PAIR / "draft")]
+    allow = re.findall(r"--allow (FP4-\d+)", profile.note)
+    machine = Machine(parse_gpu(profile.gpu, profile.gpu_memory_gb), PATCHED)
+    found = judge(flags, machine=machine, allow=allow, profile=profile)
+    assert [r.id for r in found.refusals] == []
+    assert [r.id for r in found.allowed] == allow
 
 
 def test_every_key(tmp_path):

@@ -11,10 +11,10 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from launcher.judge import FAILS, judge
+from launcher.judge import judge
 from launcher.patchset import PatchState
 from launcher.probe import Machine, parse_gpu
-from launcher.rules import RULES
+from launcher.rules import FAILS, RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -55,10 +55,10 @@ def test_the_machines_that_were_asked_for():
     spark = by_name["dgx-spark-2x"]
     flags = parse(["--model-path", "m", *spark.flags])
     assert (spark.gpu, spark.gpus, spark.tp, flags.nnodes) == ("sm_121", 2, 2, 2)
-    assert (flags.context_length, flags.max_running_requests) == (131072, 32)
+    assert (int(flags.context_length), flags.max_running_requests) == (131072, 32)
     rtx = by_name["rtx-5090"]
     flags = parse(["--model-path", "m", *rtx.flags])
-    assert (rtx.gpu, flags.context_length, flags.speculative_algorithm) == ("sm_120", "98304", None)
+    assert (rtx.gpu, int(flags.context_length), flags.speculative_algorithm) == ("sm_120", 98304, None)
     assert by_name["h200"].gpu == "sm_90"
     assert by_name["b200"].gpu == "sm_100"
 

@@ -66,6 +66,9 @@ def _drafter(launch):
     if launch.draft is not None and not block and asked is None:
         block, why = 16, "SGLang's fallback"
     yield _value("draft tokens", asked, asked or block, why)
+    for what, asked in (("draft steps", flags.speculative_num_steps), ("draft top-k", flags.speculative_eagle_topk)):
+        if asked not in (None, 1):
+            yield _value(what, asked, 1, "DFLASH has one")
 
 
 def _pools(launch):
@@ -77,7 +80,7 @@ def _pools(launch):
         return
     draft = "" if not held.draft_cell else f" + drafter {held.draft_cell:,}"
     yield Value("bytes per token", "", f"target {held.target_cell:,}{draft}", "one GPU")
-    limit = launch.max_total_tokens
+    limit = launch.flags.max_total_tokens
     if held.budget is None or held.budget <= 0:
         return
     yield Value("KV budget", "", gib(held.budget), held.budget_text().rpartition(" = ")[0])

@@ -93,24 +93,13 @@ class Launch:
     @property
     def context(self):
         """Tokens one request may have; None where neither flag nor config says."""
-        asked = _int(self.flags.context_length)
-        return asked or (self.target.max_positions if self.target else None)
-
-    @property
-    def max_total_tokens(self):
-        return _int(self.flags.max_total_tokens)
+        return self.flags.context_length or (self.target.max_positions if self.target else None)
 
     @property
     def seats(self):
         """Requests served at once; None where SGLang derives it from the pool."""
         asked = self.flags.max_running_requests
         return asked or (DRAFT_SEATS if self.drafter in ("DFLASH", "NGRAM") else None)
-
-
-def _int(value):
-    """``value`` as a number; SGLang also takes 64k and the like, which are left to it."""
-    text = str(value)
-    return int(text) if text.isdigit() else None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ def _cells(held):
 
 
 def one_request_does_not_fit(launch):
-    held, context, limit = memory(launch), launch.context, launch.max_total_tokens
+    held, context, limit = memory(launch), launch.context, launch.flags.max_total_tokens
     if launch.target is None or context is None:
         return None
     room = min((n for n in (limit, held.tokens) if n is not None), default=None)
@@ -31,7 +31,7 @@ def one_request_does_not_fit(launch):
 
 
 def pools_exceed_the_budget(launch):
-    held, tokens = memory(launch), launch.max_total_tokens
+    held, tokens = memory(launch), launch.flags.max_total_tokens
     if launch.target is None or held.budget is None:
         return None
     if held.budget <= 0:
@@ -50,7 +50,7 @@ def mx_decoded_layer_does_not_fit(launch):
     held = memory(launch)
     if launch.target is None or held.fraction is None or held.tokens is None:
         return None
-    tokens = min(n for n in (launch.max_total_tokens, held.tokens) if n is not None)
+    tokens = min(n for n in (launch.flags.max_total_tokens, held.tokens) if n is not None)
     parts = {
         "weights": held.weights,
         "target pool": tokens * held.target_cell,

@@ -186,4 +186,5 @@ EXAMPLES = {
         "sum": "4,603,378 tokens: weights 20.00 GB + target pool 79.02 GB + drafter pool 9.88 GB + "
         "one decoded layer 17.56 GB = 126.46 GB > 121.00 GB",
     },
+    "FP4-058": {"asked": f"{_NVFP4} --dllm-algorithm LowConfidence"},
 }

@@ -7,18 +7,17 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
 
 from launcher import patchset, rules
-from launcher.effective import Value, effective_values
+from launcher.effective import effective_values
 from launcher.flags import UsageError, parse
 from launcher.launch import FP4, Launch
 from launcher.modelfacts import locate, read_facts
-from launcher.probe import Failed, Machine, parse_gpu, probe
-from launcher.refusal import Refused, fill, refusal, render
+from launcher.probe import Failed, parse_gpu, probe
+from launcher.refusal import Refused, refusal
 from launcher.rules_drafter import found_draft
+from launcher.verdict import Verdict, render_verdict
 
-SCHEMA, SCHEMA_VERSION = "fp4kv.judge", 1
 WORKS, UNTESTED, FAILS = "works", rules.UNTESTED, rules.FAILS
 # What the files under tests/bench/results/ show to work, by (target KV, drafted), on Triton.
 RESULTS = {
@@ -28,51 +27,6 @@ RESULTS = {
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
 RESULTS_FOLDER = "tests/bench/results"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found, in table order.
-
-    ``status``: works (``results`` name the files), untested or fails. ``allowed``: untested
-    combinations that --allow let through. ``values``: asked beside effective.
-    """
-
-    status: str
-    refusals: tuple
-    allowed: tuple
-    warnings: tuple
-    values: tuple
-    results: tuple
-    machine: Machine
-    flags: object
-
-    @property
-    def accepted(self):
-        return not self.refusals
-
-    def as_dict(self):
-        """The verdict as plain data; the meaning of a key changes only with SCHEMA_VERSION."""
-        gpu, patch = self.machine.gpu, self.machine.patch
-        return {
-            "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
-            "accepted": self.accepted,
-            "status": self.status,
-            "results": list(self.results),
-            "refusals": [found.as_dict() for found in self.refusals],
-            "allowed": [found.as_dict() for found in self.allowed],
-            "warnings": list(self.warnings),
-            "values": [vars(value) for value in self.values],
-            "machine": {
-                "gpu": {"failed": gpu.reason}
-                if isinstance(gpu, Failed)
-                else {"name": gpu.name, "capability": gpu.sm, "memory_bytes": gpu.memory_bytes},
-                "versions": self.machine.versions,
-                "patch": {"failed": patch.reason} if isinstance(patch, Failed) else patch.as_dict(),
-                "switches": list(self.machine.switches),
-            },
-        }
 
 
 def add_arguments(parser):
@@ -182,12 +136,14 @@ def _warnings(launch, allow, found):
     if launch.kv_dtype not in FP4:
         yield f"--kv-cache-dtype {launch.kv_dtype} is SGLang's own: passed through unchanged, not judged"
         return
+    if launch.flags.json_model_override_args not in (None, "{}"):
+        yield "--json-model-override-args was not applied to what was read from config.json"
     if launch.flags.device == "cpu":
         yield "--device cpu: Triton's interpreter runs the kernels; for tests, not for serving"
     elif launch.gpu is None:
-        yield f"the GPU is unknown ({launch.machine.gpu.reason}), so nothing was judged by it; state it with --gpu"
+        yield f"the GPU is unknown ({launch.machine.gpu.reason}), so nothing was judged by it; fp4kv judge --gpu states it"
     elif launch.gpu.memory_bytes is None:
-        yield "the GPU's memory is unknown, so the pools were not judged by it; state it with --gpu-memory"
+        yield "the GPU's memory is unknown, so the pools were not judged by it; fp4kv judge --gpu-memory states it"
     for facts, flag in ((launch.target, "--model-path"), (launch.draft, "--speculative-draft-model-path")):
         asked = getattr(launch.flags, flag.lstrip("-").replace("-", "_"))
         if asked is not None and facts is None:
@@ -246,39 +202,6 @@ def _judge_patches(launch):
     if state.state != "applied":
         return [refusal("FP4-016", asked=asked, state=state.state, where=state.root)]
     return []
-
-
-def render_verdict(verdict):
-    """The verdict as text for a terminal: what is effective, what is refused, and the outcome."""
-    lines = [*render_values(verdict), ""]
-    lines += [fill(f"warning: {text}", " " * 9) for text in verdict.warnings]
-    lines += [fill(f"allowed[{r.id}] {r.name}: {r.says}", "    ") for r in verdict.allowed]
-    if verdict.warnings or verdict.allowed:
-        lines.append("")
-    if verdict.refusals:
-        lines += [render(verdict.refusals, wrapped=True), ""]
-        names = ", ".join(r.id for r in verdict.refusals)
-        lines.append(fill(f"refused: {names} ({verdict.status})", "  "))
-    else:
-        proof = f" ({', '.join(verdict.results)})" if verdict.results else ""
-        lines.append(fill(f"accepted: {verdict.status}{proof}", "  "))
-    return "\n".join(lines)
-
-
-def render_values(verdict):
-    """Asked beside effective, a line each."""
-    rows = [Value("", "asked", "effective"), *verdict.values]
-    width, asked = (max(len(row[i]) for row in map(_cells, rows)) for i in (0, 1))
-    asked = min(asked, 34)
-    lines = []
-    for name, left, right in map(_cells, rows):
-        gap = " " * (width + 2 + asked + 2)
-        lines.append(fill(f"{name:<{width}}  {left:<{asked}}  {right}".rstrip(), gap))
-    return lines
-
-
-def _cells(value):
-    return value.what, value.asked, value.effective + (f" ({value.why})" if value.why else "")
 
 
 def run(args):

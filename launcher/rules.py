@@ -85,6 +85,7 @@ RULES = {
     "FP4-055": Rule(memory.one_request_does_not_fit, FAILS, FP4),
     "FP4-056": Rule(memory.pools_exceed_the_budget, FAILS, FP4),
     "FP4-057": Rule(memory.mx_decoded_layer_does_not_fit, FAILS, MX),
+    "FP4-058": Rule(attention.diffusion_model, UNTESTED, NVFP4),
 }
 
 

@@ -70,6 +70,12 @@ def mixed_chunk(launch):
     return _facts(launch, "kv_cache_dtype", "enable_mixed_chunk")
 
 
+def diffusion_model(launch):
+    if launch.flags.dllm_algorithm is None:
+        return None
+    return _facts(launch, "kv_cache_dtype", "dllm_algorithm")
+
+
 def hnd_layout(launch):
     return _switch(launch, "SGLANG_USE_HND_KVCACHE")
 

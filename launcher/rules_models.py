@@ -45,14 +45,11 @@ def attention_sinks(launch):
 
 
 def heads_do_not_divide(launch):
-    target, tp = launch.target, launch.flags.tp_size
-    if target is None or target.kv_heads is None or tp < 1 or target.kv_heads % tp == 0:
-        return None
-    return {
-        "asked": f"{launch.asked('tp_size')} for {target.path}",
-        "heads": target.kv_heads,
-        "tp": tp,
-    }
+    tp = launch.flags.tp_size
+    for facts in (launch.target, launch.draft):
+        if tp >= 1 and facts is not None and facts.kv_heads is not None and facts.kv_heads % tp:
+            return {"asked": f"{launch.asked('tp_size')} for {facts.path}", "heads": facts.kv_heads, "tp": tp}
+    return None
 
 
 def _counted(items, shown=4):

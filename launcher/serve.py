@@ -12,6 +12,7 @@ from launcher.flags import UsageError, parse
 from launcher.probe import probe
 from launcher.process import ServerProcess
 from launcher.refusal import Refused, render
+from launcher.verdict import render_verdict
 
 # -P: a folder sglang/ where the user stands is not the SGLang that was judged.
 COMMAND = (sys.executable, "-P", "-m", "sglang.launch_server")
@@ -89,7 +90,7 @@ def run(args):
     except Refused as error:
         print(render(error.refusals, wrapped=True), file=sys.stderr)
         return 3
-    print(judge.render_verdict(verdict), file=sys.stderr, flush=True)
+    print(render_verdict(verdict), file=sys.stderr, flush=True)
     return _Supervisor(argv, env, verdict.flags).run()
 
 

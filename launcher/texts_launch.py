@@ -184,4 +184,11 @@ TEXTS = {
         evidence="draft_revision and draft_sha256 in the profile",
         help="use the draft with {wanted}, or leave out --profile",
     ),
+    "FP4-058": Text(
+        name="diffusion-untested",
+        says="diffusion decoding is asked for with NVFP4 KV, and no result with it is on file",
+        why="it attends within a block in both directions; every run on file decodes one token after another, or verifies a chain",
+        evidence=_RESULT,
+        help="leave out --dllm-algorithm",
+    ),
 }

@@ -113,6 +113,12 @@ def test_what_would_be_replaced_is_shown_beside_what_was_asked(tmp_path):
     assert (shown["draft tokens"].effective, shown["draft tokens"].why) == ("16", "SGLang's fallback")
 
 
+def test_what_dflash_sets_to_one_is_shown(tmp_path):
+    flags = [*NVFP4, *DFLASH, "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"]
+    shown = {v.what: (v.asked, v.effective) for v in decide(tmp_path, flags).values}
+    assert (shown["draft steps"], shown["draft top-k"]) == (("3", "1"), ("4", "1"))
+
+
 def test_every_result_is_on_file():
     for names in judge.RESULTS.values():
         assert names and all((ROOT / judge.RESULTS_FOLDER / name).is_file() for name in names)
@@ -175,6 +181,8 @@ def test_what_could_not_be_looked_at_is_a_warning(tmp_path, monkeypatch):
     warnings = " / ".join(decide(tmp_path, NVFP4, on=machine("sm_90"), tensors={}).warnings)
     assert "the GPU's memory is unknown" in warnings
     assert "the checkpoint has no KV scales: 2^-1 for K and 2^-4 for V are used" in warnings
+    flags = [*NVFP4, "--json-model-override-args", '{"head_dim": 128}']
+    assert "--json-model-override-args was not applied" in decide(tmp_path, flags).warnings[0]
     flags = [*NVFP4, "--model-path", "nobody/no-such-model", "--device", "cpu"]
     warnings = " / ".join(decide(tmp_path, flags).warnings)
     assert "--model-path nobody/no-such-model is not on this machine" in warnings

@@ -77,6 +77,7 @@ CASES = {
     "FP4-057": {
         "flags": [*MX, "--mem-fraction-static", "0.9"], "weights": (GIB, 0), "with": ["FP4-029"],
     },
+    "FP4-058": plain("--dllm-algorithm", "LowConfidence"),
 }  # fmt: skip
 
 
@@ -309,6 +310,6 @@ def test_nothing_asked_is_told_as_the_default(tmp_path):
 def test_only_what_has_no_result_is_untested():
     assert {rule.status for rule in RULES.values()} == {FAILS, UNTESTED}
     allowable = [id for id, rule in RULES.items() if rule.allowable]
-    assert allowable == ["FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033"]
+    assert allowable == ["FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-058"]
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

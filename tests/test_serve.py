@@ -138,7 +138,7 @@ def test_a_profiles_flags_come_before_the_users(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "_Supervisor", lambda argv, env, flags: started.append(flags))
     with pytest.raises(AttributeError):  # nothing to run
         launch("--page-size", "8", ours=["--profile", str(profile)])
-    assert (started[0].page_size, started[0].max_total_tokens) == (8, "4096")
+    assert (started[0].page_size, started[0].max_total_tokens) == (8, 4096)
 
 
 def test_embedded_adds_its_flags_and_keeps_the_users(tmp_path):

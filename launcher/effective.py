@@ -66,7 +66,8 @@ def _drafter(launch):
     if launch.draft is not None and not block and asked is None:
         block, why = 16, "SGLang's fallback"
     yield _value("draft tokens", asked, asked or block, why)
-    for what, asked in (("draft steps", flags.speculative_num_steps), ("draft top-k", flags.speculative_eagle_topk)):
+    tree = {"draft steps": flags.speculative_num_steps, "draft top-k": flags.speculative_eagle_topk}
+    for what, asked in tree.items():
         if asked not in (None, 1):
             yield _value(what, asked, 1, "DFLASH has one")
 

@@ -27,7 +27,8 @@ def human_int(text):
     found = re.fullmatch(r"\s*([+-]?\d+)(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T|)\s*", text, re.ASCII)
     if not found or (found[2] and not re.fullmatch("[kMGT]", found[3])):
         raise ValueError(text)
-    return int(Decimal(found[1] + (found[2] or "")) * _MULTIPLIERS[found[3]])
+    number = Decimal(found[1] + found[2]) if found[2] else int(found[1])
+    return int(number * _MULTIPLIERS[found[3]])
 
 
 _TYPES = {"int": int, "float": float, "human_int": human_int}

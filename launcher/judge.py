@@ -27,6 +27,7 @@ RESULTS = {
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
 RESULTS_FOLDER = "tests/bench/results"
+_LARGEST = 1 << 40
 
 
 def add_arguments(parser):
@@ -80,6 +81,7 @@ def judge(sglang_flags, *, machine, allow=(), profile=None):
     """
     flags = parse(sglang_flags)
     _check_allow(allow)
+    _check_numbers(flags)
     paths = {"--model-path": flags.model_path}
     if flags.speculative_draft_model_path is not None:
         paths["--speculative-draft-model-path"] = flags.speculative_draft_model_path
@@ -141,9 +143,13 @@ def _warnings(launch, allow, found):
     if launch.flags.device == "cpu":
         yield "--device cpu: Triton's interpreter runs the kernels; for tests, not for serving"
     elif launch.gpu is None:
-        yield f"the GPU is unknown ({launch.machine.gpu.reason}), so nothing was judged by it; fp4kv judge --gpu states it"
+        reason = launch.machine.gpu.reason
+        yield f"the GPU is unknown ({reason}), so nothing was judged by it; fp4kv judge --gpu states it"
     elif launch.gpu.memory_bytes is None:
-        yield "the GPU's memory is unknown, so the pools were not judged by it; fp4kv judge --gpu-memory states it"
+        yield (
+            "the GPU's memory is unknown, so the pools were not judged by it; "
+            "fp4kv judge --gpu-memory states it"
+        )
     for facts, flag in ((launch.target, "--model-path"), (launch.draft, "--speculative-draft-model-path")):
         asked = getattr(launch.flags, flag.lstrip("-").replace("-", "_"))
         if asked is not None and facts is None:
@@ -169,6 +175,16 @@ def _check_allow(allow):
             if rule.status == UNTESTED:
                 why = "cannot be allowed: the server itself refuses it until it is built and proven"
         raise UsageError(f"--allow {id}: it {why}; what can be: {', '.join(allowable)}")
+
+
+def _check_numbers(flags):
+    fraction = flags.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise UsageError(f"--mem-fraction-static {fraction}: a number between 0 and 1 is needed")
+    for name in ("tp_size", "pp_size", "dp_size", "context_length", "max_total_tokens", "max_running_requests"):
+        value = getattr(flags, name)
+        if value is not None and not 0 < value < _LARGEST:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: a number from 1 to 2^40 is needed")
 
 
 def _check_pairing(flags):

@@ -14,6 +14,8 @@ from launcher.flags import UsageError
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
+_LARGEST = 1 << 31
+
 # Kinds of layer in a config's layer_types that keep K and V for every token.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -40,7 +42,7 @@ class ModelFacts:
     target_layer_ids: tuple | None = None
     kv_heads: int | None = None
     q_heads: int | None = None
-    attention_layers: tuple | None = None
+    attention_layers: tuple | range | None = None
     recurrent: bool = False
     sliding: bool = False
     mla: bool = False
@@ -55,7 +57,8 @@ class ModelFacts:
 
     @property
     def snapshot(self):
-        found = re.search(r"/snapshots/([0-9a-f]{40})/?$", str(Path(self.folder).resolve()) if self.folder else "")
+        folder = Path(self.folder).resolve() if self.folder else ""
+        found = re.search(r"/snapshots/([0-9a-f]{40})$", str(folder))
         return found and found.group(1)
 
     def half_precision(self, asked):
@@ -121,8 +124,8 @@ def _object(value, what, path):
 def _number(value, what, path):
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{path}: {what} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LARGEST:
+        raise UsageError(f"{path}: {what} must be a positive integer, got {reprlib.repr(value)}")
     return value
 
 
@@ -139,10 +142,10 @@ def _layers(text, count):
         or (text.get("sliding_window") and text.get("use_sliding_window", True))
     )
     if not any(text.get(field) for field in _RECURRENT):
-        return None if count is None else tuple(range(count)), False, windowed
+        return None if count is None else range(count), False, windowed
     interval = text.get("full_attention_interval")
     if type(interval) is int and interval > 0 and count:
-        return tuple(range(interval - 1, count, interval)), interval > 1, windowed
+        return range(interval - 1, count, interval), interval > 1, windowed
     return None, True, windowed
 
 

@@ -248,6 +248,18 @@ def test_arguments_of_ours_that_cannot_be_meant(run, ours, message):
     assert code == 2 and message in err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--mem-fraction-static", "nan"), ("--mem-fraction-static", "1.5"), ("--tp-size", "0"),
+        ("--context-length", "0"), ("--max-total-tokens", "9" * 30), ("--max-running-requests", "-1"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_meant_are_named(run, flag, value):
+    code, _, err = run(*NVFP4, f"{flag}={value}")
+    assert code == 2 and f"{flag} {value}: a number " in err
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "inf", "nan", "x"])
 def test_an_amount_of_memory_is_a_positive_number(run, size, capsys):
     with pytest.raises(SystemExit) as end:

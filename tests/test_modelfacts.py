@@ -20,6 +20,7 @@ def facts(tmp_path, **config):
     [
         ("{", "config.json is not JSON"),
         ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be a positive integer, got 10000"),
         ({"head_dim": "64"}, "head_dim must be a positive integer, got '64'"),
         ({"dflash_config": {"target_layer_ids": []}}, r"target_layer_ids must be a list of layer ids, got \[\]"),
         ({"target_layer_ids": [1, 1]}, r"target_layer_ids must ascend without repeats, got \[1, 1\]"),
@@ -109,7 +110,8 @@ def test_a_hub_id_outside_the_cache_is_left_to_sglang(monkeypatch):
 )
 def test_which_layers_keep_every_token(tmp_path, config, layers, recurrent, sliding):
     found = facts(tmp_path, **config)
-    assert (found.attention_layers, found.recurrent, found.sliding) == (layers, recurrent, sliding)
+    ids = found.attention_layers if found.attention_layers is None else tuple(found.attention_layers)
+    assert (ids, found.recurrent, found.sliding) == (layers, recurrent, sliding)
 
 
 def test_heads_positions_and_kinds(tmp_path):

@@ -187,4 +187,9 @@ EXAMPLES = {
         "one decoded layer 17.56 GB = 126.46 GB > 121.00 GB",
     },
     "FP4-058": {"asked": f"{_NVFP4} --dllm-algorithm LowConfidence"},
+    "FP4-059": {
+        "asked": "--kv-cache-dtype nvfp4 --attention-backend fa3",
+        "prefill": "fa3",
+        "decode": "fa3",
+    },
 }

@@ -173,7 +173,7 @@ def _check_allow(allow):
         if rule is not None:
             why = "fails, so it cannot be allowed"
             if rule.status == UNTESTED:
-                why = "cannot be allowed: the server itself refuses it until it is built and proven"
+                why = "cannot be allowed: it is refused in the server too until it is built and proven"
         raise UsageError(f"--allow {id}: it {why}; what can be: {', '.join(allowable)}")
 
 

@@ -86,6 +86,7 @@ RULES = {
     "FP4-056": Rule(memory.pools_exceed_the_budget, FAILS, FP4),
     "FP4-057": Rule(memory.mx_decoded_layer_does_not_fit, FAILS, MX),
     "FP4-058": Rule(attention.diffusion_model, UNTESTED, NVFP4),
+    "FP4-059": Rule(attention.sglang_refuses_the_backend, FAILS, NVFP4),
 }
 
 

@@ -18,9 +18,18 @@ def _drafted_block(launch):
 
 
 def backend_is_not_triton(launch):
-    if BACKEND in launch.backends or nvfp4_drafted_on_flashinfer(launch):
+    told = (nvfp4_drafted_on_flashinfer, nvfp4_drafted_on_trtllm, sglang_refuses_the_backend)
+    if BACKEND in launch.backends or any(rule(launch) for rule in told):
         return None
-    if nvfp4_drafted_on_trtllm(launch):
+    return _facts(launch, "kv_cache_dtype", *_BACKENDS)
+
+
+def sglang_refuses_the_backend(launch):
+    if BACKEND in launch.backends or nvfp4_drafted_on_flashinfer(launch) or nvfp4_drafted_on_trtllm(launch):
+        return None
+    prefill, on_sm120 = launch.backends[0], launch.gpu is not None and launch.gpu.capability[0] == 12
+    served = prefill in (None, "flashinfer") or (prefill == "trtllm_mha" and not on_sm120)
+    if served and launch.flags.decode_attention_backend in (None, "trtllm_mha"):
         return None
     return _facts(launch, "kv_cache_dtype", *_BACKENDS)
 

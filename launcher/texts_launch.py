@@ -160,14 +160,14 @@ TEXTS = {
         name="ngram-tree-untested",
         says="NGRAM with breadth {breadth} drafts a tree, and no result with one is on file",
         why="a tree is verified through a mask over the block, and every run on file verifies a chain",
-        evidence=f"_handle_ngram in {_SPEC_HOOK}; {_SERVER}",
+        evidence=f"_handle_ngram in {_SPEC_HOOK}; sglang_fp4kv/resolution.py, which refuses it on Triton",
         help="--speculative-algorithm DFLASH",
     ),
     "FP4-035": Text(
         name="drafter-untested",
         says="NVFP4 KV is asked for with {drafter}, and no result with it is on file",
         why="the runs on file are with DFLASH and without a drafter; another drafter builds its pool and its backend by another path",
-        evidence=f"{_RESULT}; {_SERVER}",
+        evidence=f"{_RESULT}; sglang_fp4kv/resolution.py, which refuses it on Triton",
         help="--speculative-algorithm DFLASH",
     ),
     "FP4-036": Text(
@@ -190,5 +190,12 @@ TEXTS = {
         why="it attends within a block in both directions; every run on file decodes one token after another, or verifies a chain",
         evidence=_RESULT,
         help="leave out --dllm-algorithm",
+    ),
+    "FP4-059": Text(
+        name="nvfp4-backend-refused-by-sglang",
+        says="NVFP4 KV is asked for with prefill on {prefill} and decode on {decode}",
+        why="SGLang's own NVFP4 prefills on flashinfer, or on trtllm_mha where the GPU is SM100, and decodes on trtllm_mha; it stops at any other pair",
+        evidence=f"handle_nvfp4_prefill_kv_dequant_dtype in {_KV_HOOK}",
+        help=_TRITON,
     ),
 }

@@ -78,6 +78,7 @@ CASES = {
         "flags": [*MX, "--mem-fraction-static", "0.9"], "weights": (GIB, 0), "with": ["FP4-029"],
     },
     "FP4-058": plain("--dllm-algorithm", "LowConfidence"),
+    "FP4-059": {"flags": [*NVFP4, "--attention-backend", "fa3"], "on": machine("sm_120")},
 }  # fmt: skip
 
 
@@ -300,6 +301,22 @@ def test_what_is_unknown_is_not_judged(tmp_path):
     assert judge(launch(tmp_path, flags)) == []  # weights
     assert judge(launch(tmp_path, flags, weights=(1, 1), on=machine(NO_GPU))) == []
     assert judge(launch(tmp_path, flags, weights=(1, 1), on=machine("sm_90"))) == []  # memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "expected"),
+    [
+        (["--attention-backend", "flashinfer"], "sm_121", ["FP4-010"]),
+        (["--attention-backend", "trtllm_mha"], "sm_100", ["FP4-010"]),
+        (["--attention-backend", "trtllm_mha"], "sm_121", ["FP4-059"]),
+        (["--attention-backend", "fa3"], "sm_100", ["FP4-059"]),
+        (["--decode-attention-backend", "flashinfer"], "sm_100", ["FP4-059"]),
+        (["--attention-backend", "fa3"], "sm_90", ["FP4-020", "FP4-059"]),
+    ],
+)
+def test_sglangs_own_nvfp4_is_untested_where_it_starts(tmp_path, flags, gpu, expected):
+    refusals = judge(launch(tmp_path, ["--kv-cache-dtype", "nvfp4", *flags], on=machine(gpu)))
+    assert [r.id for r in refusals] == expected
 
 
 def test_nothing_asked_is_told_as_the_default(tmp_path):

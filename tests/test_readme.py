@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ RUN_BY = {
     "make test": ".ci/run",
     "make bench": "test_make_bench_without_a_gpu",
     "fp4kv serve": "tests/e2e/test_readme_commands.py::test_serve",
+    "fp4kv judge": "test_judge",
     "fp4kv explain": "test_explain",
     "fp4kv patch status": "test_patch_commands",
     "fp4kv patch apply": "test_patch_commands",
@@ -87,6 +89,15 @@ def test_speed_tables_are_those_of_the_result_files():
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_judge():
+    (command,) = [c.removeprefix(".venv/bin/fp4kv ") for c in commands() if "fp4kv judge" in c]
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.endswith("\nrefused: FP4-026, FP4-027 (untested)\n")
 
 
 def test_explain():

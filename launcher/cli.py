@@ -3,7 +3,9 @@
 import argparse
 import sys
 
-from launcher import patchset, serve
+from launcher import explain, judge, patchset, serve
+
+_TAKES_SGLANG_FLAGS = (["serve"], ["judge"])
 
 
 def build_parser():
@@ -12,6 +14,8 @@ def build_parser():
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add_parser(commands).set_defaults(run=serve.run)
+    judge.add_parser(commands).set_defaults(run=judge.run)
+    explain.add_parser(commands).set_defaults(run=explain.run)
     patchset.add_parser(commands)
     return parser
 
@@ -21,15 +25,15 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     # Cut by hand: how argparse treats '--' differs between the releases of Python.
     ours, theirs = argv, []
-    if argv[:1] == ["serve"] and "--" in argv:
+    if argv[:1] in _TAKES_SGLANG_FLAGS and "--" in argv:
         cut = argv.index("--")
         ours, theirs = argv[:cut], argv[cut + 1 :]
     parser = build_parser()
     args, unknown = parser.parse_known_args(ours)
     if unknown:
-        hint = "; SGLang's flags follow '--'" if args.command == "serve" else ""
+        hint = "; SGLang's flags follow '--'" if [args.command] in _TAKES_SGLANG_FLAGS else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if args.command == "serve":
+    if [args.command] in _TAKES_SGLANG_FLAGS:
         args.sglang_flags = [*args.sglang_flags, *theirs]
     return args.run(args)
 

@@ -198,7 +198,8 @@ def judged_launches(args, gpu):
     launches = {}
     for name, (_, flags) in configurations(args.draft).items():
         launches[name] = ["--model-path", str(args.model), *flags, *extra]
-        judge_launch([*launches[name], "--port", str(free_port())])
+        # On a GPU without a result on file this run is the one that makes it.
+        judge_launch([*launches[name], "--port", str(free_port())], allow=("FP4-026",))
     return launches
 
 

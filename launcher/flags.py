@@ -6,12 +6,32 @@ The table beside this file is exported from the pinned release (launcher/flags_e
 import argparse
 import difflib
 import json
+import re
+from decimal import Decimal
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("sglang_flags.json")
 
 # SGLang's parser refuses these by their spelling; the rules say why and what to do instead.
 _JUDGED_CHOICES = {"--speculative-draft-kv-cache-dtype": ["nvfp4", "fp4_mx_block16"]}
+
+
+_MULTIPLIERS = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+
+
+def human_int(text):
+    """Numbers as human_readable_int in srt/utils/common.py @ 0.5.23 takes them: 4096, 25.6k, 4Ki."""
+    found = re.fullmatch(r"\s*([+-]?\d+)(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T|)\s*", text, re.ASCII)
+    if not found or (found[2] and not re.fullmatch("[kMGT]", found[3])):
+        raise ValueError(text)
+    number = Decimal(found[1] + found[2]) if found[2] else int(found[1])
+    return int(number * _MULTIPLIERS[found[3]])
+
+
+_TYPES = {"int": int, "float": float, "human_int": human_int}
 
 
 class UsageError(Exception):
@@ -45,7 +65,7 @@ def _add(parser, option):
             *option["choices"],
             *_JUDGED_CHOICES.get(names[0], ()),
         ]
-        kwargs["type"] = {"int": int, "float": float}.get(option.get("type"), str)
+        kwargs["type"] = _TYPES.get(option.get("type"), str)
         kwargs["required"] = option.get("required", False)
     parser.add_argument(*names, **kwargs)
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from launcher.flags import TABLE
 
-_TYPES = {int: "int", float: "float"}
+_TYPES = {"int": "int", "float": "float", "human_readable_int": "human_int"}  # by name
 
 
 def describe(action):
@@ -23,8 +23,9 @@ def describe(action):
         entry["kind"] = "value"
         if action.nargs is not None:
             entry["nargs"] = action.nargs
-        if action.type in _TYPES:
-            entry["type"] = _TYPES[action.type]
+        kind = _TYPES.get(getattr(action.type, "__name__", None))
+        if kind is not None:
+            entry["type"] = kind
         if action.choices is not None:
             entry["choices"] = sorted(action.choices, key=str)  # one of them is a set upstream
     if action.dest != action.option_strings[-1].lstrip("-").replace("-", "_"):

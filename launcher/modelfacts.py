@@ -1,4 +1,4 @@
-"""What a launch needs to know about a model, read from its config.json alone."""
+"""What a launch needs to know about a model: its config.json, and its weights' headers if local."""
 
 import json
 import os
@@ -8,14 +8,31 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.checkpoint import Checkpoint, read_checkpoint
 from launcher.flags import UsageError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
+_LARGEST = 1 << 31
+
+# Kinds of layer in a config's layer_types that keep K and V for every token.
+_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
+_WINDOWED = ("sliding_attention", "chunked_attention")
+# Fields that only configs with recurrent (linear-attention or state-space) layers carry.
+_RECURRENT = (
+    "linear_num_value_heads", "linear_attn_config", "full_attention_interval", "mamba_d_state",
+    "mamba_num_heads", "ssm_state_size", "hybrid_override_pattern", "layers_block_type",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelFacts:
-    """Attention geometry of a target or a draft; None where the config does not say."""
+    """Attention geometry of a target or a draft; None where the config does not say.
+
+    ``attention_layers``: ids of the layers that keep K and V for every token. ``dtype``: of the
+    weights as the config names it. ``snapshot``: the hub commit the folder is a snapshot of.
+    """
 
     path: str
     num_layers: int | None
@@ -23,6 +40,34 @@ class ModelFacts:
     v_head_dim: int | None
     block_size: int | None = None
     target_layer_ids: tuple | None = None
+    kv_heads: int | None = None
+    q_heads: int | None = None
+    attention_layers: tuple | range | None = None
+    recurrent: bool = False
+    sliding: bool = False
+    mla: bool = False
+    sinks: bool = False
+    causal_or_windowed: bool = False  # a draft that trtllm_mha serves
+    dtype: str | None = None
+    model_type: str = ""
+    max_positions: int | None = None
+    quantization: str | None = None
+    folder: str | None = None
+    checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def snapshot(self):
+        folder = Path(self.folder).resolve() if self.folder else ""
+        found = re.search(r"/snapshots/([0-9a-f]{40})$", str(folder))
+        return found and found.group(1)
+
+    def half_precision(self, asked):
+        """Whether SGLang runs this model in float16 for ``--dtype asked``."""
+        if asked == "auto":  # _get_and_verify_dtype in srt/configs/model_config.py @ 0.5.23
+            if self.dtype in (None, "float32", "float"):
+                return not self.model_type.startswith("gemma")
+            asked = self.dtype
+        return asked in ("half", "float16")
 
 
 def locate(path, flag):
@@ -79,9 +124,29 @@ def _object(value, what, path):
 def _number(value, what, path):
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{path}: {what} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LARGEST:
+        raise UsageError(f"{path}: {what} must be a positive integer, got {reprlib.repr(value)}")
     return value
+
+
+def _layers(text, count):
+    """(ids of attention layers or None, any recurrent layer, any windowed layer)."""
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        attention = tuple(i for i, kind in enumerate(kinds) if kind in _ATTENTION)
+        windowed = any(kind in _WINDOWED for kind in kinds)
+        return attention, len(attention) < len(kinds), windowed
+    windowed = bool(
+        text.get("is_hybrid_swa")
+        or text.get("attention_chunk_size")
+        or (text.get("sliding_window") and text.get("use_sliding_window", True))
+    )
+    if not any(text.get(field) for field in _RECURRENT):
+        return None if count is None else range(count), False, windowed
+    interval = text.get("full_attention_interval")
+    if type(interval) is int and interval > 0 and count:
+        return range(interval - 1, count, interval), interval > 1, windowed
+    return None, True, windowed
 
 
 def read_facts(path, flag):
@@ -119,13 +184,38 @@ def read_facts(path, flag):
     # SGLang captures in layer order and each layer once; the drafter would get other features.
     if layer_ids is not None and layer_ids != sorted(set(layer_ids)):
         raise UsageError(f"{file}: target_layer_ids must ascend without repeats, got {layer_ids!r}")
+    layers = _number(text.get("num_hidden_layers"), "num_hidden_layers", file)
+    attention_layers, recurrent, sliding = _layers(text, layers)
+    kinds = text.get("layer_types")
+    quantization = config.get("quantization_config")
+    dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), None)
+    architectures = str(config.get("architectures"))
     return ModelFacts(
         path=str(path),
-        num_layers=_number(text.get("num_hidden_layers"), "num_hidden_layers", file),
+        num_layers=layers,
         head_dim=head_dim,
         v_head_dim=_number(text.get("v_head_dim"), "v_head_dim", file) or head_dim,
         block_size=_number(
             dflash.get("block_size", config.get("block_size")), "block_size", file
         ),
         target_layer_ids=None if layer_ids is None else tuple(layer_ids),
+        kv_heads=_number(text.get("num_key_value_heads"), "num_key_value_heads", file) or heads,
+        q_heads=heads,
+        attention_layers=attention_layers,
+        recurrent=recurrent,
+        sliding=sliding,
+        mla=bool(text.get("kv_lora_rank")) or "DeepseekV4" in architectures,
+        sinks="GptOss" in architectures,
+        causal_or_windowed=text.get("is_causal") is True
+        or (
+            isinstance(kinds, list)
+            and len(kinds) == layers
+            and all(kind == "sliding_attention" for kind in kinds)
+        ),
+        dtype=dtype if isinstance(dtype, str) else None,
+        model_type=str(text.get("model_type") or ""),
+        max_positions=_number(text.get("max_position_embeddings"), "max_position_embeddings", file),
+        quantization=quantization.get("quant_method") if isinstance(quantization, dict) else None,
+        folder=str(file.parent),
+        checkpoint=read_checkpoint(file.parent),
     )

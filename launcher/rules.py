@@ -1,139 +1,100 @@
-"""What is refused before SGLang starts: the launches that cannot run at all.
+"""The table of launch rules, in the order of their ids, which is the order they are reported in.
 
-Each rule looks at a Launch and returns the facts for its refusal's text, or None. Only launches
-with ``--kv-cache-dtype nvfp4`` are judged; everything else is SGLang's own business.
+A rule looks at a Launch and returns the facts for its text (launcher/refusal.py), or None. FP8 and
+BF16 KV are SGLang's own business: only the rules under ANY look at them.
 """
 
 from dataclasses import dataclass
+from typing import Callable
 
-from launcher.modelfacts import ModelFacts
+from launcher import rules_attention as attention
+from launcher import rules_drafter as drafter
+from launcher import rules_memory as memory
+from launcher import rules_models as models
+from launcher import rules_storage as storage
+from launcher.launch import FP4
 from launcher.refusal import refusal
-from sglang_fp4kv.formats import BLOCK_SIZE
-from sglang_fp4kv.served import BACKEND, DRAFT_DTYPES
+
+FAILS, UNTESTED = "fails", "untested"
+ANY, NVFP4, MX = "any KV dtype", ("nvfp4",), ("fp4_mx_block16",)
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What was asked for: SGLang's flags as a namespace, and the two models' facts."""
+class Rule:
+    """``status``: fails, or untested (no result on file). ``server_refuses``: the server stops before
+    it loads weights as well, so an untested one cannot be allowed."""
 
-    flags: object
-    target: ModelFacts | None
-    draft: ModelFacts | None
-
-    @property
-    def backends(self):
-        """(prefill, decode) as SGLang reads them; None where nothing was asked."""
-        base = self.flags.attention_backend
-        return (
-            self.flags.prefill_attention_backend or base,
-            self.flags.decode_attention_backend or base,
-        )
+    check: Callable
+    status: str
+    judges: object
+    server_refuses: bool = False
 
     @property
-    def drafter(self):
-        asked = self.flags.speculative_algorithm
-        return asked.upper() if asked else None
+    def allowable(self):
+        return self.status == UNTESTED and not self.server_refuses
+
+    def applies(self, launch):
+        return self.judges is ANY or launch.kv_dtype in self.judges
 
 
-def _asked(launch, *names):
-    parts = []
-    for name in names:
-        value = getattr(launch.flags, name)
-        if value is not None:
-            parts.append(f"--{name.replace('_', '-')} {value}")
-    return " ".join(parts)
-
-
-def backend_is_not_triton(launch):
-    if launch.backends == (BACKEND, BACKEND):
-        return None
-    return {
-        "asked": _asked(
-            launch,
-            "kv_cache_dtype",
-            "attention_backend",
-            "prefill_attention_backend",
-            "decode_attention_backend",
-        ),
-        "prefill": launch.backends[0] or "SGLang's default",
-        "decode": launch.backends[1] or "SGLang's default",
-    }
-
-
-def draft_pool_is_not_plain(launch):
-    asked = launch.flags.speculative_draft_kv_cache_dtype
-    if launch.drafter is None or asked in (None, *DRAFT_DTYPES):
-        return None
-    return {
-        "asked": _asked(launch, "kv_cache_dtype", "speculative_draft_kv_cache_dtype"),
-        "dtype": asked,
-    }
-
-
-def block_size_is_unknown(launch):
-    if launch.drafter != "DFLASH" or launch.draft is None or launch.draft.block_size:
-        return None
-    return {"asked": f"--speculative-draft-model-path {launch.draft.path}", "path": launch.draft.path}
-
-
-def draft_layer_is_not_captured(launch):
-    draft, target = launch.draft, launch.target
-    if launch.drafter != "DFLASH" or draft is None or target is None:
-        return None
-    if not draft.target_layer_ids or not target.num_layers:
-        return None
-    # SGLang captures layer i's output as layer i + 1's input, so the last layer's never arrives.
-    wrong = [i for i in draft.target_layer_ids if i >= target.num_layers - 1]
-    if not wrong:
-        return None
-    return {
-        "asked": f"target_layer_ids {list(draft.target_layer_ids)} in {draft.path}",
-        "wrong": wrong,
-        "layers": target.num_layers,
-        "limit": target.num_layers - 1,
-    }
-
-
-def head_dim_does_not_divide(launch):
-    head_dim = launch.target.head_dim if launch.target else None
-    if head_dim is None or head_dim % BLOCK_SIZE == 0:
-        return None
-    return {
-        "asked": f"--model-path {launch.target.path} with head_dim {head_dim}",
-        "head_dim": head_dim,
-        "block": BLOCK_SIZE,
-    }
-
-
-def widths_differ(launch):
-    target = launch.target
-    if target is None or target.head_dim == target.v_head_dim:
-        return None
-    return {
-        "asked": f"--model-path {target.path}",
-        "head_dim": target.head_dim,
-        "v_head_dim": target.v_head_dim,
-    }
-
-
-# In the order of their ids, which is the order they are reported in.
 RULES = {
-    "FP4-010": backend_is_not_triton,
-    "FP4-011": draft_pool_is_not_plain,
-    "FP4-012": block_size_is_unknown,
-    "FP4-013": draft_layer_is_not_captured,
-    "FP4-014": head_dim_does_not_divide,
-    "FP4-015": widths_differ,
+    "FP4-010": Rule(attention.backend_is_not_triton, UNTESTED, NVFP4),
+    "FP4-011": Rule(drafter.draft_pool_is_not_plain, FAILS, ANY),
+    "FP4-012": Rule(drafter.block_size_is_unknown, FAILS, FP4),
+    "FP4-013": Rule(drafter.draft_layer_is_not_captured, FAILS, FP4),
+    "FP4-014": Rule(models.head_dim_does_not_divide, FAILS, FP4),
+    "FP4-015": Rule(models.widths_differ, FAILS, NVFP4),
+    "FP4-017": Rule(attention.nvfp4_drafted_on_flashinfer, FAILS, NVFP4),
+    "FP4-018": Rule(attention.nvfp4_drafted_on_trtllm, FAILS, NVFP4),
+    "FP4-019": Rule(attention.prefill_and_decode_differ, FAILS, NVFP4),
+    "FP4-020": Rule(attention.stock_nvfp4_needs_blackwell, FAILS, NVFP4),
+    "FP4-021": Rule(attention.dequant_dtype_has_no_meaning, FAILS, ANY),
+    "FP4-022": Rule(attention.deterministic, FAILS, NVFP4, server_refuses=True),
+    "FP4-023": Rule(attention.mixed_chunk, FAILS, NVFP4, server_refuses=True),
+    "FP4-024": Rule(attention.hnd_layout, FAILS, FP4),
+    "FP4-025": Rule(attention.post_capture_sizing, FAILS, FP4),
+    "FP4-026": Rule(attention.gpu_is_untested, UNTESTED, NVFP4),
+    "FP4-027": Rule(attention.parallel_is_untested, UNTESTED, NVFP4),
+    "FP4-028": Rule(attention.mx_writer_copies_bf16, FAILS, MX),
+    "FP4-029": Rule(attention.mx_is_untested, UNTESTED, MX),
+    "FP4-030": Rule(drafter.draft_tokens_differ, FAILS, FP4),
+    "FP4-031": Rule(drafter.draft_backend_is_replaced, FAILS, FP4),
+    "FP4-032": Rule(drafter.draft_backend_is_untested, UNTESTED, FP4),
+    "FP4-033": Rule(drafter.bf16_draft_pool_is_untested, UNTESTED, NVFP4),
+    "FP4-034": Rule(drafter.ngram_is_a_tree, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-035": Rule(drafter.drafter_is_untested, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-036": Rule(drafter.half_precision_target, FAILS, FP4, server_refuses=True),
+    "FP4-037": Rule(drafter.draft_differs, FAILS, ANY),
+    "FP4-038": Rule(models.mla, FAILS, NVFP4, server_refuses=True),
+    "FP4-039": Rule(models.sliding_window, FAILS, NVFP4, server_refuses=True),
+    "FP4-040": Rule(models.recurrent_layers, FAILS, NVFP4, server_refuses=True),
+    "FP4-041": Rule(models.attention_sinks, FAILS, NVFP4, server_refuses=True),
+    "FP4-042": Rule(models.heads_do_not_divide, FAILS, NVFP4),
+    "FP4-043": Rule(models.kv_scales_are_unusable, FAILS, NVFP4, server_refuses=True),
+    "FP4-044": Rule(models.kv_scales_are_missing, FAILS, NVFP4, server_refuses=True),
+    "FP4-045": Rule(models.safetensors_cannot_be_read, FAILS, FP4),
+    "FP4-046": Rule(storage.unified_memory, FAILS, FP4, server_refuses=True),
+    "FP4-047": Rule(storage.hierarchical_cache, FAILS, FP4, server_refuses=True),
+    "FP4-048": Rule(storage.lmcache, FAILS, FP4, server_refuses=True),
+    "FP4-049": Rule(storage.flexkv, FAILS, FP4, server_refuses=True),
+    "FP4-050": Rule(storage.external_linker, FAILS, FP4, server_refuses=True),
+    "FP4-051": Rule(storage.pd_disaggregation, FAILS, FP4, server_refuses=True),
+    "FP4-052": Rule(storage.decode_context_parallel, FAILS, NVFP4, server_refuses=True),
+    "FP4-053": Rule(storage.kv_sharding, FAILS, NVFP4, server_refuses=True),
+    "FP4-054": Rule(storage.hisparse, FAILS, NVFP4, server_refuses=True),
+    "FP4-055": Rule(memory.one_request_does_not_fit, FAILS, FP4),
+    "FP4-056": Rule(memory.pools_exceed_the_budget, FAILS, FP4),
+    "FP4-057": Rule(memory.mx_decoded_layer_does_not_fit, FAILS, MX),
+    "FP4-058": Rule(attention.diffusion_model, UNTESTED, NVFP4),
+    "FP4-059": Rule(attention.sglang_refuses_the_backend, FAILS, NVFP4),
 }
 
 
 def judge(launch):
     """Every refusal that applies to ``launch``, in table order; empty when it may start."""
-    if launch.flags.kv_cache_dtype != "nvfp4":
-        return []
     found = []
     for id, rule in RULES.items():
-        facts = rule(launch)
+        facts = rule.check(launch) if rule.applies(launch) else None
         if facts is not None:
             found.append(refusal(id, asked=facts.pop("asked"), **facts))
     return found

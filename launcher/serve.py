@@ -6,13 +6,13 @@ import socket
 import sys
 import threading
 
-from launcher import patchset, rules
+from launcher import judge
 from launcher.client import ServerError, fp4kv_report, server_info
 from launcher.flags import UsageError, parse
-from launcher.modelfacts import locate, read_facts
+from launcher.probe import probe
 from launcher.process import ServerProcess
-from launcher.refusal import Refused, refusal
-from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT
+from launcher.refusal import Refused, render
+from launcher.verdict import render_verdict
 
 # -P: a folder sglang/ where the user stands is not the SGLang that was judged.
 COMMAND = (sys.executable, "-P", "-m", "sglang.launch_server")
@@ -24,12 +24,12 @@ def add_parser(subparsers):
     parser = subparsers.add_parser(
         "serve",
         help="judge a launch, start SGLang with it and print what really runs",
-        usage="fp4kv serve [--embedded] -- SGLANG_FLAGS...",
+        usage="fp4kv serve [--embedded] [--profile FILE] [--allow FP4-nnn] -- SGLANG_FLAGS...",
     )
     parser.add_argument(
         "--embedded", action="store_true", help="run on the CPU through Triton's interpreter"
     )
-    parser.add_argument("sglang_flags", nargs="*", metavar="SGLANG_FLAGS")
+    judge.add_arguments(parser)
     return parser
 
 
@@ -46,27 +46,16 @@ def launch_command(sglang_flags, *, embedded=False, environ=os.environ):
     return [*COMMAND, *flags], env
 
 
-def judge_launch(sglang_flags):
-    """Parses and judges SGLang's flags; returns them as a namespace.
+def judge_launch(sglang_flags, *, allow=(), profile=None):
+    """Judges SGLang's flags as `fp4kv judge` does on this machine; returns the Verdict.
 
     Raises: UsageError for what cannot be meant, Refused for what cannot run.
     """
-    flags = parse(sglang_flags)
-    _check_address(flags)
-    paths = {"--model-path": flags.model_path}
-    if flags.speculative_draft_model_path is not None:
-        paths["--speculative-draft-model-path"] = flags.speculative_draft_model_path
-    if flags.kv_cache_dtype != "nvfp4":
-        for flag, path in paths.items():
-            locate(path, flag)
-        return flags
-    facts = {flag: read_facts(path, flag) for flag, path in paths.items()}
-    _check_pairing(flags)
-    target, draft = facts["--model-path"], facts.get("--speculative-draft-model-path")
-    refusals = [*rules.judge(rules.Launch(flags, target, draft)), *_judge_patches()]
-    if refusals:
-        raise Refused(*refusals)
-    return flags
+    _check_address(parse(sglang_flags))
+    verdict = judge.judge(sglang_flags, machine=probe(), allow=allow, profile=profile)
+    if verdict.refusals:
+        raise Refused(*verdict.refusals)
+    return verdict
 
 
 def _check_address(flags):
@@ -88,58 +77,21 @@ def _check_address(flags):
         raise UsageError(f"--host {host} --port {port}: nothing can listen there ({why})") from None
 
 
-def _check_pairing(flags):
-    algorithm, draft = flags.speculative_algorithm, flags.speculative_draft_model_path
-    if draft is not None and algorithm is None:
-        raise UsageError(
-            f"--speculative-draft-model-path {draft}: without --speculative-algorithm nothing drafts"
-        )
-    if algorithm is None or algorithm.upper() != "DFLASH":
-        return
-    if draft is None:
-        raise UsageError(
-            f"--speculative-algorithm {algorithm}: --speculative-draft-model-path is missing"
-        )
-    if os.path.realpath(draft) == os.path.realpath(flags.model_path):
-        raise UsageError(f"--speculative-draft-model-path {draft}: that is the target itself")
-
-
-def _judge_patches():
-    state = patchset.patch_state()
-    asked = "--kv-cache-dtype nvfp4"
-    try:
-        patchset.refuse_unless_movable(state, None, asked, half_applied=False)
-    except Refused as error:
-        return list(error.refusals)
-    if state.state != "applied":
-        return [refusal("FP4-016", asked=asked, state=state.state, where=state.root)]
-    return []
-
-
 def run(args):
     """Exit codes: the server's own once it started; 2 bad usage, 3 refused or not proven."""
-    argv, env = launch_command(args.sglang_flags, embedded=args.embedded)
     try:
-        flags = judge_launch(argv[len(COMMAND) :])
+        profile = judge.read_profile(args.profile)
+        given = [*(profile.flags if profile else []), *args.sglang_flags]
+        argv, env = launch_command(given, embedded=args.embedded)
+        verdict = judge_launch(argv[len(COMMAND) :], allow=args.allow, profile=profile)
     except UsageError as error:
         print(f"fp4kv serve: {error}", file=sys.stderr)
         return 2
     except Refused as error:
-        print(error, file=sys.stderr)
+        print(render(error.refusals, wrapped=True), file=sys.stderr)
         return 3
-    _print_effective(flags)
-    return _Supervisor(argv, env, flags).run()
-
-
-def _print_effective(flags):
-    if flags.kv_cache_dtype != "nvfp4" or not flags.speculative_algorithm:
-        return
-    asked = flags.speculative_draft_kv_cache_dtype
-    print(
-        f"fp4kv serve: drafter KV dtype: asked {asked or '(left out)'}, "
-        f"effective {asked or DRAFT_DTYPE_DEFAULT}",
-        file=sys.stderr,
-    )
+    print(render_verdict(verdict), file=sys.stderr, flush=True)
+    return _Supervisor(argv, env, verdict.flags).run()
 
 
 class _Supervisor:

@@ -31,6 +31,8 @@ def test_sglangs_fields_and_defaults():
         ([*BASE, "--kv-cach-dtype", "nvfp4"], "unknown flag '--kv-cach-dtype'; nearest is --kv-cache-dtype"),
         ([*BASE, "--kv-cache-dtype", "nvfp5"], "invalid choice: 'nvfp5'"),
         ([*BASE, "--tp-size", "two"], "invalid int value: 'two'"),
+        ([*BASE, "--context-length", "1.5Ki"], "invalid human_int value: '1.5Ki'"),
+        ([*BASE, "--max-total-tokens", "many"], "invalid human_int value: 'many'"),
         ([*BASE, "stray"], "unexpected argument 'stray'"),
         (["--model-path"], "expected one argument"),
         ([], "required: --model-path"),
@@ -43,6 +45,16 @@ def test_sglangs_fields_and_defaults():
 def test_bad_flags_are_named(argv, message):
     with pytest.raises(UsageError, match=message):
         parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4096", 4096), ("4k", 4000), ("25.6k", 25600), ("4Ki", 4096), ("1M", 10**6)]
+)
+def test_numbers_are_read_as_sglang_reads_them(text, number):
+    from sglang.srt.utils.common import human_readable_int
+
+    assert parse([*BASE, "--context-length", text]).context_length == number
+    assert human_readable_int(text) == number
 
 
 def test_parsing_needs_no_torch():

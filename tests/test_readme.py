@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ RUN_BY = {
     "make test": ".ci/run",
     "make bench": "test_make_bench_without_a_gpu",
     "fp4kv serve": "tests/e2e/test_readme_commands.py::test_serve",
+    "fp4kv judge": "test_judge",
+    "fp4kv explain": "test_explain",
     "fp4kv patch status": "test_patch_commands",
     "fp4kv patch apply": "test_patch_commands",
     "fp4kv patch verify": "tests/test_patchset.py",
@@ -88,6 +91,24 @@ def test_speed_tables_are_those_of_the_result_files():
     assert done.returncode == 0, done.stderr
 
 
+def test_judge():
+    (command,) = [c.removeprefix(".venv/bin/fp4kv ") for c in commands() if "fp4kv judge" in c]
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.endswith("\nrefused: FP4-026, FP4-027 (untested)\n")
+
+
+def test_explain():
+    (command,) = (c for c in commands() if "fp4kv explain" in c)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{command.split()[-1]} ")
+
+
 def test_patch_commands(tmp_path):
     """On a copy of the touched files, in the README's order, ending where it began."""
     tree = patch_trees.touched_tree(tmp_path)
@@ -103,6 +124,6 @@ def test_patch_commands(tmp_path):
         assert done.stderr.startswith(f"{state}: sglang 0.5.23")
 
 
-@pytest.mark.parametrize("file", re.findall(r"`((?:models|patches|sglang_fp4kv|launcher|tests)/[\w./-]*)`", README))
+@pytest.mark.parametrize("file", re.findall(r"`((?:configs|models|patches|sglang_fp4kv|launcher|tests)/[\w./-]*)`", README))
 def test_every_path_exists(file):
     assert (ROOT / file).exists()

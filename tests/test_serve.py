@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,11 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import cli, serve
+from launcher import cli, patchset, serve
 from launcher.patchset import PatchState
 from launcher.process import free_port
 
-TARGET = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+TARGET = {
+    "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
+    "dtype": "bfloat16", "max_position_embeddings": 4096,
+}  # fmt: skip
 DRAFT = {**TARGET, "block_size": 8, "dflash_config": {"target_layer_ids": [0, 1, 2]}}
 
 
@@ -33,7 +37,7 @@ def launch(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(serve.ServerProcess, "start", start)
     monkeypatch.setattr(
-        serve.patchset,
+        patchset,
         "patch_state",
         lambda: PatchState(
             sglang["state"], tmp_path, "0.5.23", sglang["release_found"], 
@@ -43,15 +47,16 @@ def launch(tmp_path, monkeypatch, capsys):
         ),
     )
 
-    def run(*flags, target=TARGET, draft=DRAFT, embedded=False, state="applied", release="0.5.23"):
+    def run(*flags, target=TARGET, draft=DRAFT, embedded=False, state="applied", release="0.5.23", ours=()):
         sglang.update(state=state, release_found=release)
         for name, config in (("t", target), ("d", draft)):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "config.json").write_text(json.dumps(config))
         base = ["--model-path", str(tmp_path / "t"), "--kv-cache-dtype", "nvfp4"]
         base += ["--attention-backend", "triton", "--port", str(free_port())]
-        argv = ["serve", *(["--embedded"] if embedded else []), "--", *base, *flags]
-        return cli.main(argv), capsys.readouterr().err
+        argv = ["serve", *(["--embedded"] if embedded else []), *ours, "--", *base, *flags]
+        code = cli.main(argv)
+        return code, re.sub(r"\n {4,}", " ", capsys.readouterr().err)  # wrapped lines as one
 
     run.draft = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(tmp_path / "d")]
     return run
@@ -108,7 +113,32 @@ def test_other_kv_dtypes_need_no_patches(launch):
 def test_what_was_asked_and_what_is_effective_are_shown(launch, capsys):
     with pytest.raises(Started):
         launch(*launch.draft)
-    assert "drafter KV dtype: asked (left out), effective fp8_e4m3" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert re.search(r"^drafter KV dtype +\(left out\) +fp8_e4m3 \(fp4kv: next to NVFP4\)$", text, re.M)
+    assert re.search(r"^draft tokens +\(left out\) +8 \(the draft's block size\)$", text, re.M)
+    assert "accepted: works (tests/bench/results/h200_pair.json" in text
+
+
+def test_untested_is_refused_unless_allowed(launch, capsys):
+    bf16 = [*launch.draft, "--speculative-draft-kv-cache-dtype", "bf16"]
+    code, text = launch(*bf16)
+    assert code == 3 and "refused[FP4-033]" in text
+    with pytest.raises(Started):
+        launch(*bf16, ours=["--allow", "FP4-033"])
+    assert "allowed[FP4-033] bf16-draft-pool-untested" in capsys.readouterr().err
+
+
+def test_a_profiles_flags_come_before_the_users(launch, tmp_path, monkeypatch):
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(
+        "name: n\ngpu: sm_90\ngpu_memory_gb: 9\ngpus: 1\nresult: untested\n"
+        "flags:\n- --page-size 4\n- --max-total-tokens 4096\n"
+    )
+    started = []
+    monkeypatch.setattr(serve, "_Supervisor", lambda argv, env, flags: started.append(flags))
+    with pytest.raises(AttributeError):  # nothing to run
+        launch("--page-size", "8", ours=["--profile", str(profile)])
+    assert (started[0].page_size, started[0].max_total_tokens) == (8, 4096)
 
 
 def test_embedded_adds_its_flags_and_keeps_the_users(tmp_path):

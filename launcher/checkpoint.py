@@ -1,0 +1,112 @@
+"""What a local checkpoint's safetensors files say by their headers: sizes and KV scales.
+
+Only the headers and the few bytes of the scales are read, never a weight.
+"""
+
+import hashlib
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_KEY = re.compile(
+    r"layers\.(?P<layer>\d+)\..*?(?:(?P<side>[kv])_scale|(?P<proj>[kv])_proj\.output_scale|kv_scale)$"
+)
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors format
+_ABSENT = 1.0  # what SGLang 0.5.23 sets where a checkpoint has no scale
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder's weights.
+
+    ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
+    the least. ``kv_scales``: layer id -> {"k": value, "v": value}; a value is None where its dtype is
+    not a plain float. ``problem``: why the files could not be read, None where they could.
+    """
+
+    weights_bytes: int | None = None
+    kv_scales: dict | None = None
+    problem: str | None = None
+
+    @property
+    def bad_scales(self):
+        """(layer, side, value) of every scale that the server cannot use, in layer order."""
+        return [
+            (layer, side, value)
+            for layer, sides in sorted((self.kv_scales or {}).items())
+            for side, value in sorted(sides.items())
+            if value is not None and (not math.isfinite(value) or value <= 0 or value == _ABSENT)
+        ]
+
+    def layers_without_scales(self, layers):
+        """Of the layer ids ``layers``, those with no K or no V scale; empty where no layer has one."""
+        if not self.kv_scales:
+            return []
+        return [layer for layer in layers if set(self.kv_scales.get(layer, ())) != {"k", "v"}]
+
+
+def _files(folder):
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+    # Some repositories carry the same weights again as consolidated*.safetensors.
+    return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+
+
+def _header(stream):
+    (length,) = struct.unpack("<Q", stream.read(8))
+    if length > _LARGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes")
+    header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _scalar(stream, begin, entry):
+    first, last = entry["data_offsets"]
+    stream.seek(begin + first)
+    raw = stream.read(last - first)
+    if entry["dtype"] == "BF16" and len(raw) == 2:
+        return struct.unpack("<f", b"\0\0" + raw)[0]
+    kind = {"F64": "<d", "F32": "<f", "F16": "<e"}.get(entry["dtype"])
+    return struct.unpack(kind, raw)[0] if kind and len(raw) == struct.calcsize(kind) else None
+
+
+def _read(file, scales):
+    loaded = 0
+    with open(file, "rb") as stream:
+        header, begin = _header(stream)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            loaded += (last - first) // (2 if entry["dtype"] == "F32" else 1)
+            match = _KEY.search(name)
+            if match:
+                value = _scalar(stream, begin, entry)
+                sides = match["side"] or match["proj"] or "kv"
+                scales.setdefault(int(match["layer"]), {}).update(dict.fromkeys(sides, value))
+    return loaded
+
+
+def read_checkpoint(folder):
+    """The Checkpoint in ``folder``; empty where it holds no safetensors, with the problem where they
+    cannot be read."""
+    try:
+        files, scales = _files(Path(folder)), {}
+        if not files:
+            return Checkpoint()
+        return Checkpoint(sum(_read(file, scales) for file in files), scales)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        return Checkpoint(problem=f"{folder}: its safetensors cannot be read ({error})")
+
+
+def weights_hash(folder):
+    """sha256 of the folder's safetensors files in name order, in hexadecimal; None without any."""
+    digest, files = hashlib.sha256(), sorted(Path(folder).glob("*.safetensors"))
+    for file in files:
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest() if files else None

@@ -1,0 +1,150 @@
+"""Rules about the drafter and its pool. Each returns facts for its text, or None."""
+
+from launcher.checkpoint import weights_hash
+from launcher.launch import FP4
+from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES
+
+# DRAFT_ATTENTION_BACKEND_CHOICES in srt/arg_groups/choices.py @ 0.5.23.
+_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "ascend", "trtllm_mha", "intel_xpu")
+_TRTLLM_REPLACEMENT = {(10, 0): "fa4", (10, 3): "fa4"}
+
+
+def draft_pool_is_not_plain(launch):
+    asked = launch.flags.speculative_draft_kv_cache_dtype
+    allowed = DRAFT_DTYPES if launch.kv_dtype == "nvfp4" else ()
+    if launch.drafter is None or asked in (None, *allowed):
+        return None
+    if launch.kv_dtype != "nvfp4" and asked not in FP4:
+        return None
+    asked_flags = launch.asked("kv_cache_dtype", "speculative_draft_kv_cache_dtype")
+    return {"asked": asked_flags, "dtype": asked, "target": launch.kv_dtype}
+
+
+def bf16_draft_pool_is_untested(launch):
+    asked = launch.flags.speculative_draft_kv_cache_dtype
+    if launch.drafter is None or asked not in DRAFT_DTYPES or asked == DRAFT_DTYPE_DEFAULT:
+        return None
+    return {"asked": launch.asked("kv_cache_dtype", "speculative_draft_kv_cache_dtype")}
+
+
+def block_size_is_unknown(launch):
+    if launch.drafter != "DFLASH" or launch.draft is None or launch.draft.block_size:
+        return None
+    return {"asked": f"--speculative-draft-model-path {launch.draft.path}", "path": launch.draft.path}
+
+
+def draft_layer_is_not_captured(launch):
+    draft, target = launch.draft, launch.target
+    if launch.drafter != "DFLASH" or draft is None or target is None:
+        return None
+    if not draft.target_layer_ids or not target.num_layers:
+        return None
+    # SGLang captures layer i's output as layer i + 1's input, so the last layer's never arrives.
+    wrong = [i for i in draft.target_layer_ids if i >= target.num_layers - 1]
+    if not wrong:
+        return None
+    return {
+        "asked": f"target_layer_ids {list(draft.target_layer_ids)} in {draft.path}",
+        "wrong": wrong,
+        "layers": target.num_layers,
+        "limit": target.num_layers - 1,
+    }
+
+
+def draft_tokens_differ(launch):
+    asked, draft = launch.draft_tokens, launch.draft
+    if launch.drafter != "DFLASH" or asked is None or draft is None:
+        return None
+    if draft.block_size in (None, asked):
+        return None
+    return {
+        "asked": launch.asked("speculative_num_draft_tokens", "speculative_dflash_block_size"),
+        "tokens": asked,
+        "block": draft.block_size,
+    }
+
+
+def draft_backend(launch):
+    """(asked for or inherited, what SGLang puts in its place or None)."""
+    backend = launch.flags.speculative_draft_attention_backend or launch.backends[0]
+    if backend is None or launch.drafter != "DFLASH":
+        return backend, None
+    if backend not in _DRAFT_BACKENDS:
+        return backend, "flashinfer"
+    if backend == "trtllm_mha" and not (launch.draft and launch.draft.causal_or_windowed):
+        capability = launch.gpu.capability if launch.gpu else None
+        return backend, _TRTLLM_REPLACEMENT.get(capability, "flashinfer")
+    return backend, None
+
+
+def draft_backend_is_replaced(launch):
+    backend, replacement = draft_backend(launch)
+    # Left out it follows prefill, which FP4-010 and its neighbours judge.
+    if replacement is None or launch.flags.speculative_draft_attention_backend is None:
+        return None
+    return {
+        "asked": launch.asked("speculative_algorithm", "speculative_draft_attention_backend"),
+        "backend": backend,
+        "replacement": replacement,
+    }
+
+
+def draft_backend_is_untested(launch):
+    backend = launch.flags.speculative_draft_attention_backend
+    if launch.drafter is None or backend in (None, "triton") or draft_backend(launch)[1]:
+        return None
+    return {
+        "asked": launch.asked("speculative_algorithm", "speculative_draft_attention_backend"),
+        "backend": backend,
+    }
+
+
+def ngram_is_a_tree(launch):
+    breadth = launch.flags.speculative_ngram_max_bfs_breadth
+    if launch.drafter != "NGRAM" or breadth == 1:
+        return None
+    return {
+        "asked": launch.asked("speculative_algorithm", "speculative_ngram_max_bfs_breadth"),
+        "breadth": breadth,
+    }
+
+
+def drafter_is_untested(launch):
+    if launch.drafter in (None, "DFLASH"):
+        return None
+    return {"asked": launch.asked("kv_cache_dtype", "speculative_algorithm"), "drafter": launch.drafter}
+
+
+def half_precision_target(launch):
+    target = launch.target
+    if launch.drafter != "DFLASH" or target is None or not target.half_precision(launch.flags.dtype):
+        return None
+    return {
+        "asked": f"{launch.asked('speculative_algorithm', 'dtype')} for {target.path}",
+        "stored": target.dtype or "no dtype",
+    }
+
+
+def found_draft(launch):
+    """(revision, sha256) of the draft as far as the profile names one; None where nothing says."""
+    draft, revision, digest = launch.draft, None, None
+    if launch.draft_revision is not None:
+        revision = (draft and draft.snapshot) or launch.flags.speculative_draft_model_revision
+    if launch.draft_sha256 is not None and draft and draft.folder:
+        digest = weights_hash(draft.folder)
+    return revision, digest
+
+
+def draft_differs(launch):
+    if launch.drafter is None:
+        return None
+    revision, digest = found_draft(launch)
+    pairs = [("revision", revision, launch.draft_revision), ("sha256", digest, launch.draft_sha256)]
+    wrong = [(kind, found, wanted) for kind, found, wanted in pairs if found not in (None, wanted)]
+    if not wrong:
+        return None
+    return {
+        "asked": launch.asked("speculative_draft_model_path", "speculative_draft_model_revision"),
+        "found": ", ".join(f"{kind} {found}" for kind, found, _ in wrong),
+        "wanted": ", ".join(f"{kind} {wanted}" for kind, _, wanted in wrong),
+    }

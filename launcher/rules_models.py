@@ -1,0 +1,80 @@
+"""Rules about what the target is and what its checkpoint holds. Each returns facts, or None."""
+
+from sglang_fp4kv.formats import BLOCK_SIZE
+
+
+def _model(launch, condition, **facts):
+    target = launch.target
+    if target is None or not condition(target):
+        return None
+    return {"asked": f"--model-path {target.path}", "path": target.path, **facts}
+
+
+def head_dim_does_not_divide(launch):
+    head_dim = launch.target.head_dim if launch.target else None
+    if head_dim is None or head_dim % BLOCK_SIZE == 0:
+        return None
+    return {
+        "asked": f"--model-path {launch.target.path} with head_dim {head_dim}",
+        "head_dim": head_dim,
+        "block": BLOCK_SIZE,
+    }
+
+
+def widths_differ(launch):
+    target = launch.target
+    if target is None or target.head_dim == target.v_head_dim:
+        return None
+    return _model(launch, bool, head_dim=target.head_dim, v_head_dim=target.v_head_dim)
+
+
+def mla(launch):
+    return _model(launch, lambda target: target.mla)
+
+
+def sliding_window(launch):
+    return _model(launch, lambda target: target.sliding)
+
+
+def recurrent_layers(launch):
+    return _model(launch, lambda target: target.recurrent)
+
+
+def attention_sinks(launch):
+    return _model(launch, lambda target: target.sinks)
+
+
+def heads_do_not_divide(launch):
+    tp = launch.flags.tp_size
+    for facts in (launch.target, launch.draft):
+        if tp >= 1 and facts is not None and facts.kv_heads is not None and facts.kv_heads % tp:
+            return {"asked": f"{launch.asked('tp_size')} for {facts.path}", "heads": facts.kv_heads, "tp": tp}
+    return None
+
+
+def _counted(items, shown=4):
+    text = ", ".join(str(item) for item in items[:shown])
+    return text if len(items) <= shown else f"{text} and {len(items) - shown} more"
+
+
+def kv_scales_are_unusable(launch):
+    bad = launch.target.checkpoint.bad_scales if launch.target else []
+    if not bad:
+        return None
+    named = [f"{side}_scale {value} of layer {layer}" for layer, side, value in bad]
+    return _model(launch, bool, scales=_counted(named, 3))
+
+
+def kv_scales_are_missing(launch):
+    target = launch.target
+    if target is None or not target.attention_layers:
+        return None
+    missing = target.checkpoint.layers_without_scales(target.attention_layers)
+    if not missing:
+        return None
+    return _model(launch, bool, layers=_counted(missing), total=len(target.attention_layers))
+
+
+def safetensors_cannot_be_read(launch):
+    problem = launch.target.checkpoint.problem if launch.target else None
+    return _model(launch, bool, problem=problem) if problem else None

@@ -1,0 +1,65 @@
+"""The README's compatibility table: it is the judge's, and its `works` are on file."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.compat import BACKENDS, DRAFTERS, KV_DTYPES, MEASURED_ON, README, block, main, verdict
+from launcher.rules import RULES
+
+ROOT = Path(__file__).parent.parent
+SM = {"NVIDIA H200": "sm_90"}
+
+
+def test_the_readmes_table_is_not_stale():
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.compat", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_table_is_found_and_rewritten(tmp_path, capsys):
+    copy = tmp_path / "README.md"
+    text = README.read_text()
+    stale = text.replace(block(), "| nvfp4 | all works |")
+    assert stale != text
+    copy.write_text(stale)
+    assert main(["--check", "--readme", str(copy)]) == 1
+    assert capsys.readouterr().err == "compat: the README's table is stale: run python -m launcher.compat\n"
+    assert copy.read_text() == stale
+    assert main(["--readme", str(copy)]) == 0
+    assert copy.read_text() == text
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_markers_that_are_not_there_once_are_named(tmp_path, capsys, times):
+    copy = tmp_path / "README.md"
+    copy.write_text("a\n<!-- compat:begin -->\n\n<!-- compat:end -->\n" * times)
+    assert main(["--readme", str(copy)]) == 1
+    assert "compat: the compat block's markers must be in the README once each" in capsys.readouterr().err
+
+
+def test_what_works_has_a_run_on_file_that_did():
+    """Of the KV dtype, drafted or not, on Triton and on the GPU that the table is about."""
+    works = 0
+    for kv in KV_DTYPES:
+        for drafter in DRAFTERS:
+            for backend in BACKENDS:
+                found = verdict(kv, drafter, backend, MEASURED_ON)
+                assert bool(found.results) == (found.status == "works")
+                for file in found.results:
+                    works += 1
+                    run = json.loads((ROOT / file).read_text())
+                    assert (SM[run["gpu"]], run["failed"], backend) == (MEASURED_ON, [], "triton")
+                    report = run["reports"][f"{kv} {drafter is not None} graph"]
+                    assert report["target"]["backend"].endswith(".TritonAttnBackend")
+                    assert (report["draft"] is not None) == (drafter == "DFLASH")
+    assert works
+
+
+def test_every_refusal_in_the_table_is_a_launch_rule():
+    ids = {word.strip(",") for word in block().split() if word.startswith("FP4-")}
+    assert ids and ids <= set(RULES)

@@ -49,7 +49,8 @@ class TritonAttnBackend(stock.TritonAttnBackend):
         # Our kernels bring their own partial results; keep the stock ones from costing memory.
         self.max_kv_splits = 1
         self.static_kv_splits = True
-        # Compiles and allocates here, before a request and before SGLang measures free memory.
+        # Compiles and allocates here, before the first request; the scratch comes out of what
+        # --mem-fraction-static leaves free, as the workspaces of SGLang's own backends do.
         self.prefill = PackedPrefill(
             self.num_head, pool.head_num, pool.head_dim, model_runner.dtype, self.device
         )

@@ -8,6 +8,7 @@ attention in the model's dtype over every piece, and merge the results by log-su
 
 import functools
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,22 @@ _LIBRARY_ROWS = 128  # query tokens of one head in a tile of the library
 _DECODE_BYTES_PER_SM = 20e9  # a second; read codes, write values: about 2.6 TB/s on 132 SMs
 # Host time: a call of the library; decode and merge of a piece.
 _CALL_S, _PIECE_S = 30e-6, 50e-6
+
+
+LIBRARY_VARIABLE = "FP4KV_LIBRARY_PREFILL"
+
+
+def library_wanted(environ=os.environ) -> bool:
+    """Whether a server may prefill through the library.
+
+    It has to be asked for (FP4KV_LIBRARY_PREFILL=1) until a GPU result of it is on file.
+
+    Raises: ValueError for a value that is neither 0 nor 1
+    """
+    value = environ.get(LIBRARY_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{LIBRARY_VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 @dataclass(frozen=True)
@@ -143,7 +160,7 @@ class PackedPrefill:
     allocated here and used by every layer, and only if there is a library to use it.
     attend: the library, see library_attention.Attend. Left out, FlashInfer is loaded, compiled and
       checked here (minutes at the first start on a machine); where it is not to be had, plan()
-      answers None and the reason is logged.
+      answers None and the reason is logged. use_library False: the same, nothing is loaded.
     Raises: ValueError when scratch_bytes do not hold 16 tokens
     """
 
@@ -156,6 +173,7 @@ class PackedPrefill:
         device: torch.device | str,
         *,
         attend: Attend | None = None,
+        use_library: bool = True,
         scratch_bytes: int = SCRATCH_BYTES,
         query_tokens: int = QUERY_TOKENS,
         limits: DeviceLimits | None = None,
@@ -168,7 +186,10 @@ class PackedPrefill:
         self.query_tokens = query_tokens
         self.limits = limits or device_limits(device)
         self.library = "the attention given"
-        if attend is None:
+        if not use_library:
+            attend = None
+            self.library = f"{LIBRARY_VARIABLE}=1 turns FlashInfer on; no GPU result of it is on file"
+        elif attend is None:
             attend, self.library = load_flashinfer(*self.shape, dtype, device)
         self.attend = attend
         self._logged: set[str] = set()

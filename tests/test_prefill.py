@@ -19,11 +19,13 @@ from sglang_fp4kv.kernels._plan import SM90_SHARED_BYTES, SM120_SHARED_BYTES, De
 from sglang_fp4kv.kernels.merge_parts import merge_parts
 from sglang_fp4kv.kernels.unpack_nvfp4 import unpack_nvfp4
 from sglang_fp4kv.prefill import (
+    LIBRARY_VARIABLE,
     QUERY_TOKENS,
     SCRATCH_BYTES,
     PackedPrefill,
     QueryBlock,
     choose,
+    library_wanted,
     split_work,
 )
 
@@ -283,6 +285,19 @@ def test_a_slot_below_zero_shows(device):
         case.prefix[0][place] = -1
         out = run(case, prefill_for(case, 32))
         assert torch.isnan(out[:6]).all() and torch.isfinite(out[6:]).all()
+
+
+def test_a_server_has_to_ask_for_the_library(caplog):
+    assert not library_wanted({}) and not library_wanted({LIBRARY_VARIABLE: "0"})
+    assert library_wanted({LIBRARY_VARIABLE: "1"})
+    with pytest.raises(ValueError, match="FP4KV_LIBRARY_PREFILL must be 0 or 1, got 'yes'"):
+        library_wanted({LIBRARY_VARIABLE: "yes"})
+    with caplog.at_level(logging.INFO, "sglang_fp4kv.prefill"):
+        prefill = PackedPrefill(
+            24, 4, 256, torch.bfloat16, "cpu", attend=plain_attend, use_library=False, limits=H200
+        )
+    assert "FP4KV_LIBRARY_PREFILL=1 turns FlashInfer on" in caplog.text
+    assert prefill.plan([65536], [8192]) is None and not hasattr(prefill, "k")
 
 
 def test_work_is_cut_by_piece_and_block():

@@ -5,7 +5,6 @@ usage: python -m launcher.compat [--check]     rewrite the block, or exit 1 when
 Each cell is the judge's verdict on the shipped pair, launched like that on one patched GPU.
 """
 
-import argparse
 import sys
 from functools import cache
 from itertools import groupby
@@ -14,12 +13,11 @@ from pathlib import Path
 from launcher.judge import judge
 from launcher.patchset import PatchState
 from launcher.probe import Machine, parse_gpu
+from launcher.readme_block import fill, markdown, parser, update
 from launcher.rules import FAILS, RULES
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 PAIR = ROOT / "models" / "pair"
-BEGIN, END = "<!-- compat:begin -->\n", "\n<!-- compat:end -->"
 KV_DTYPES = ("nvfp4", "fp4_mx_block16", "fp8_e4m3", "bf16")
 DRAFTERS = (None, "DFLASH", "DSPARK", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 BACKENDS = ("triton", "flashinfer", "trtllm_mha", "fa3", "fa4")
@@ -30,10 +28,6 @@ BY_GPU = (
     ("trtllm_mha", "DFLASH"),
 )  # fmt: skip
 PATCHED = PatchState("applied", ROOT, "0.5.23", "0.5.23", {})
-
-
-class StaleReadme(Exception):
-    """The README has no block to fill."""
 
 
 @cache
@@ -54,10 +48,6 @@ def _cell(*combination):
     return " ".join([found.status, ", ".join(ids)]).strip()
 
 
-def _markdown(header, rows):
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
-
-
 def block():
     """The block's text: backends by KV dtype and drafter on one GPU, then NVFP4 by GPU."""
     rows = []
@@ -68,40 +58,16 @@ def block():
         ]
         for shown, same in groupby(cells, key=lambda row: row[1]):
             rows.append([kv, ", ".join(drafter for drafter, _ in same), *shown])
-    lines = _markdown(["KV dtype", f"drafter, on {MEASURED_ON}", *BACKENDS], rows)
+    lines = markdown(["KV dtype", f"drafter, on {MEASURED_ON}", *BACKENDS], rows)
     header = ["nvfp4, on", *(f"{backend}, {drafter or 'no drafter'}" for backend, drafter in BY_GPU)]
     by_gpu = [[gpu, *(_cell("nvfp4", drafter, backend, gpu) for backend, drafter in BY_GPU)] for gpu in GPUS]
-    return "\n".join([*lines, "", *_markdown(header, by_gpu)])
-
-
-def fill(readme):
-    """``readme`` with the block as the rules say.
-
-    Raises: StaleReadme when the block's markers are not there exactly once.
-    """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise StaleReadme("the compat block's markers must be in the README once each")
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + block() + END + rest.split(END)[1]
+    return "\n".join([*lines, "", *markdown(header, by_gpu)])
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m launcher.compat", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--readme", type=Path, default=README)
-    args = parser.parse_args(argv)
-    old = args.readme.read_text()
-    try:
-        new = fill(old)
-    except StaleReadme as error:
-        print(f"compat: {error}", file=sys.stderr)
-        return 1
-    if args.check and new != old:
-        print("compat: the README's table is stale: run python -m launcher.compat", file=sys.stderr)
-        return 1
-    if not args.check:
-        args.readme.write_text(new)
-    return 0
+    args = parser(__doc__.splitlines()[0], prog="python -m launcher.compat").parse_args(argv)
+    stale = "the README's table is stale: run python -m launcher.compat"
+    return update("compat", args, lambda readme: fill(readme, "compat", block()), stale)
 
 
 if __name__ == "__main__":

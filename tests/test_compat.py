@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.compat import BACKENDS, DRAFTERS, KV_DTYPES, MEASURED_ON, README, block, main, verdict
+from launcher.compat import BACKENDS, DRAFTERS, KV_DTYPES, MEASURED_ON, block, main, verdict
+from launcher.readme_block import README
 from launcher.rules import RULES
 
 ROOT = Path(__file__).parent.parent

@@ -7,12 +7,16 @@ A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughpu
 result that is not on file makes its block say that it was not measured.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from launcher import readme_block  # noqa: E402
+from launcher.readme_block import markdown  # noqa: E402
+
 RESULTS = ROOT / "tests" / "bench" / "results"
 FILES = {"bench": "h200_bench.json", "throughput": "h200_throughput.json"}
 NOT_MEASURED = "Not measured yet."
@@ -24,15 +28,6 @@ BASELINES = {
     "sglang_triton_fp8": "SGLang Triton FP8",
 }
 KV_NAMES = {"bf16": "BF16", "fp8_e4m3": "FP8", "nvfp4": "NVFP4"}
-
-
-class StaleReadme(Exception):
-    """A block is missing, or differs from its result file; the message says which."""
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def number(value: float | None) -> str:
@@ -172,33 +167,16 @@ def fill(readme: str, results: Path) -> str:
     Raises: StaleReadme when a block's markers are not there exactly once.
     """
     for name in FILES:
-        begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
-        if readme.count(begin) != 1 or readme.count(end) != 1:
-            raise StaleReadme(f"the {name} block's markers must be in the README once each")
-        before, rest = readme.split(begin)
-        after = rest.split(end)[1]
-        readme = before + begin + block(name, results) + end + after
+        readme = readme_block.fill(readme, name, block(name, results))
     return readme
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser = readme_block.parser(__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    old = args.readme.read_text()
-    try:
-        new = fill(old, args.results)
-    except StaleReadme as error:
-        print(f"readme_table: {error}", file=sys.stderr)
-        return 1
-    if args.check and new != old:
-        print("readme_table: the README's tables are stale: run tests/bench/readme_table.py", file=sys.stderr)
-        return 1
-    if not args.check:
-        args.readme.write_text(new)
-    return 0
+    stale = "the README's tables are stale: run tests/bench/readme_table.py"
+    return readme_block.update("readme_table", args, lambda readme: fill(readme, args.results), stale)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.client import ServerError, fp4kv_report, generate, server_info
 from launcher.demo_table import judge, not_as_asked, print_table
 from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS
 from launcher.flags import UsageError
+from launcher.probe import installed_versions
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.prompts import load_prompts
 from launcher.refusal import Refused
@@ -31,7 +31,6 @@ from launcher.serve import COMMAND, judge_launch, launch_command
 PAIR = Path(__file__).parent.parent / "models" / "pair"
 START_SECONDS = 900
 MAX_NEW_TOKENS = 32  # of a prompt that does not say
-PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "transformers")
 
 # A small pool is enough, and greedy answers need no sampler; the default one is compiled at the first
 # start on a GPU, for minutes.
@@ -133,16 +132,6 @@ def run_all(launches, prompts, *, embedded, logs, progress):
             for server in servers:
                 server.stop()
             raise
-
-
-def installed_versions():
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def commit():

@@ -13,7 +13,8 @@ from attention_baselines import BASELINES, FLASHINFER
 from reference_attention import Pool, assert_close_enough, attend, visible_keys
 from timing import DEVICE, ROTATE_BYTES, failure, timed
 
-from sglang_fp4kv.kernels import decode_nvfp4, extend_nvfp4 as prefill
+from sglang_fp4kv.kernels import decode_nvfp4
+from sglang_fp4kv.kernels import extend_nvfp4 as prefill
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
 from sglang_fp4kv.kernels.extend_nvfp4 import extend_nvfp4
 from sglang_fp4kv.prefill import PackedPrefill

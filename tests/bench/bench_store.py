@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from timing import DEVICE, ROTATE_BYTES, copy_bandwidth, failure, timed  # noqa: E402
 
-from launcher.demo import commit, gpu_name, installed_versions  # noqa: E402
+from launcher.demo import commit, gpu_name  # noqa: E402
+from launcher.probe import installed_versions  # noqa: E402
 from sglang_fp4kv import codec  # noqa: E402
 from sglang_fp4kv.kernels import store_nvfp4 as writer  # noqa: E402
 

@@ -26,7 +26,8 @@ from attention_baselines import BASELINES, FLASHINFER  # noqa: E402
 from bench_attention import SHAPES, compile_shape, run_shape  # noqa: E402
 from timing import copy_bandwidth, failure, told  # noqa: E402
 
-from launcher.demo import commit, gpu_name, installed_versions  # noqa: E402
+from launcher.demo import commit, gpu_name  # noqa: E402
+from launcher.probe import installed_versions  # noqa: E402
 
 RESULTS = ROOT / "tests" / "bench" / "results"
 COMPILE_SECONDS = 300  # of one process

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launcher.client import fp4kv_report, generate, server_info
-from launcher.demo import GPU_FLAGS, Progress, commit, gpu_name, installed_versions, load_prompts
+from launcher.demo import GPU_FLAGS, Progress, commit, gpu_name, load_prompts
 from launcher.equality import NEAR_TIE_BOUNDS, compare
+from launcher.probe import installed_versions
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 

@@ -28,7 +28,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from launcher.client import ServerError, fp4kv_report, server_info
-from launcher.demo import Progress, commit, gpu_name, installed_versions
+from launcher.demo import Progress, commit, gpu_name
+from launcher.probe import installed_versions
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.tiny_models import build_draft

@@ -3,11 +3,14 @@
 Not for a process with TRITON_INTERPRET=1: there triton.jit has already replaced the kernels.
 """
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -98,3 +101,17 @@ def compile_kernel(
         ptx=kernel.asm["ptx"],
         sass=text,
     )
+
+
+def rows_printed(script: str, arch: int) -> list[dict]:
+    """What ``script`` prints for an architecture, a JSON line each, run where kernels are not replaced."""
+    tests = Path(__file__).parent
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(tests.parent), str(tests), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(
+        [sys.executable, script, str(arch)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]

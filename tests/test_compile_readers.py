@@ -5,14 +5,10 @@ hand, for a table: python tests/test_compile_readers.py 90 121
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
 ARCHS = (90, 100, 103, 120, 121)
 SM_COUNT = {90: 132, 100: 148, 103: 160, 120: 170, 121: 48}
 # Head dim, heads of a group, KV heads: SmolLM-like, odd, Llama-like, Qwen-like.
@@ -219,17 +215,11 @@ def compile_all(arch: int) -> list[dict]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_readers_compile_and_fit(arch):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    from aot import rows_printed
+
+    rows = rows_printed(__file__, arch)
     # Decode, verify, merge, unpack, merge parts, extend; two more at D 128 and 256.
     assert len(rows) == 4 * 6 + 2 * 2
-    print(done.stdout)
     for row in rows:
         assert row["shared"] <= limits(arch).shared_bytes, row
         assert row["stack"] <= stack_limit(row["kernel"], row["D"]), row

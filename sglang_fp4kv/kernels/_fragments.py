@@ -138,12 +138,13 @@ def four(a, b, c, d):
 
 
 @gluon.jit
-def k_scales(codes, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
-    """Scale bytes [N, G] of K, one for each of the row's words [N, 2G], in LAYOUT."""
+def spread_scales(codes, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
+    """Scale bytes [N, G], one for each word (LAYOUT of [N, 2G]) or half word ([N, 2G, 2])."""
     N: gl.constexpr = codes.shape[0]
     G: gl.constexpr = codes.shape[1]
-    s = place_scale(codes, PLACE).expand_dims(2).broadcast_to([N, G, 2])
-    return gl.convert_layout(gl.reshape(s, [N, 2 * G]), LAYOUT, assert_trivial=True)
+    EACH: gl.constexpr = 2 if LAYOUT.rank == 2 else 4
+    s = place_scale(codes, PLACE).expand_dims(2).broadcast_to([N, G, EACH])
+    return gl.convert_layout(gl.reshape(s, LAYOUT.shape), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -175,15 +176,6 @@ def operand_column(word, code, SECOND: gl.constexpr, PLACE: gl.constexpr):
         return 8 * word + 4 * SECOND + code
     else:  # even columns, odd columns
         return 8 * word + 2 * code + SECOND
-
-
-@gluon.jit
-def v_scales(codes, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
-    """Scale bytes [P, G] of V, one for each half of the row's words [P, 2G, 2], in LAYOUT."""
-    P: gl.constexpr = codes.shape[0]
-    G: gl.constexpr = codes.shape[1]
-    s = place_scale(codes, PLACE).expand_dims(2).broadcast_to([P, G, 4])
-    return gl.convert_layout(gl.reshape(s, [P, 2 * G, 2]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from sglang_fp4kv.kernels._fragments import (
     query_down,
     query_exponent,
     query_up,
+    rescale,
 )
 
 V_TOKENS = 32  # multiplied at a time
@@ -226,11 +227,15 @@ def thread_sums(weights, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def scaled_sums(sums, alpha, LAYOUT: gl.constexpr):
-    alpha = gl.convert_layout(
-        alpha, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)), assert_trivial=True
-    )
-    return sums * alpha[None, None, :]
+def raise_maximum(m, maxima, sums, even, odd, WARPS: gl.constexpr, N_OF: gl.constexpr):
+    """Move m, shared, up to the tile's maxima; sums and both accumulators as they are under it."""
+    old = m.load(N_OF)
+    new = gl.maximum(old, gl.ceil(tile_max(maxima, WARPS, N_OF)))
+    alpha = rescale(old, new)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, sums.type.layout))
+    of_sums = gl.convert_layout(alpha, OF_SUMS, assert_trivial=True)
+    m.store(new)
+    return sums * of_sums[None, None, :], even * alpha[None, :], odd * alpha[None, :]
 
 
 @gluon.jit

@@ -15,7 +15,6 @@ from sglang_fp4kv.kernels._fragments import (
     decode_v,
     halves_to_groups,
     hide,
-    k_scales,
     linear,
     load_slots,
     log2,
@@ -25,7 +24,7 @@ from sglang_fp4kv.kernels._fragments import (
     query_up,
     rescale,
     share_tiles,
-    v_scales,
+    spread_scales,
     weight_offset,
 )
 
@@ -56,14 +55,16 @@ def decode_layouts(head_dim: int, tile: int) -> dict:
 
 
 @gluon.jit
-def _load_k(codes_ptr, scales_ptr, slots, stride_codes, stride_scales, K: gl.constexpr, KS: gl.constexpr):
-    """Words [T, W] and scale bytes [T, G] of K. A slot below 0 reads slot 0 and scale 0."""
-    W: gl.constexpr = K.shape[1]
-    w = gl.arange(0, W, layout=gl.SliceLayout(0, K))
+def _load(
+    codes_ptr, scales_ptr, slots, stride_codes, stride_scales,
+    WORDS: gl.constexpr, SCALES: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Words [N, W] and scale bytes [N, W/2] of rows. A slot below 0 reads slot 0 and scale 0."""
+    w = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
     words = gl.load(
         codes_ptr + (gl.maximum(slots, 0).to(gl.int64) * stride_codes)[:, None] + w[None, :]
     )
-    S: gl.constexpr = gl.SliceLayout(2, KS)
+    S: gl.constexpr = gl.SliceLayout(2, SCALES)
     g = gl.arange(0, W // 2, layout=gl.SliceLayout(0, S))
     own = gl.convert_layout(slots, gl.SliceLayout(1, S), assert_trivial=True)
     scales = gl.load(
@@ -72,27 +73,6 @@ def _load_k(codes_ptr, scales_ptr, slots, stride_codes, stride_scales, K: gl.con
         other=0,
     )
     return words, scales
-
-
-@gluon.jit
-def _load_v(codes_ptr, scales_ptr, slots, stride_codes, stride_scales, V: gl.constexpr, VS: gl.constexpr):
-    """Words [P, W, 2] (both halves hold the word) and scale bytes [P, G] of V."""
-    P: gl.constexpr = V.shape[0]
-    W: gl.constexpr = V.shape[1]
-    C: gl.constexpr = gl.SliceLayout(2, V)
-    w = gl.arange(0, W, layout=gl.SliceLayout(0, C))
-    words = gl.load(
-        codes_ptr + (gl.maximum(slots, 0).to(gl.int64) * stride_codes)[:, None] + w[None, :]
-    )
-    S: gl.constexpr = gl.SliceLayout(2, VS)
-    g = gl.arange(0, W // 2, layout=gl.SliceLayout(0, S))
-    own = gl.convert_layout(slots, gl.SliceLayout(1, S), assert_trivial=True)
-    scales = gl.load(
-        scales_ptr + (own.to(gl.int64) * stride_scales)[:, None] + g[None, :],
-        mask=(own >= 0)[:, None],
-        other=0,
-    )
-    return words.expand_dims(2).broadcast_to([P, W, 2]), scales
 
 
 @gluon.jit
@@ -180,6 +160,7 @@ def _decode_fragments_kernel(
     K_LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, HALF // 8)
     K_RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, HALF // 8)
     V_LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    V_WORDS: gl.constexpr = gl.SliceLayout(2, V)  # both halves of a word hold it
     P_RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     N_OF: gl.constexpr = gl.SliceLayout(0, MMA)
     T_OF: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -214,14 +195,18 @@ def _decode_fragments_kernel(
     base = begin * T
     limit = gl.minimum(end * T, total)
     slots = load_slots(kv_indices_ptr, block_slots_ptr, base + nk, prefix, limit, HAS_BLOCK)
-    kw, ks = _load_k(k_codes_ptr, k_scales_ptr, slots, stride_kc_slot, stride_ks_slot, K, KS)
+    kw, ks = _load(k_codes_ptr, k_scales_ptr, slots, stride_kc_slot, stride_ks_slot, K, KS, W)
     slots_a = load_slots(kv_indices_ptr, block_slots_ptr, base + nv, prefix, limit, HAS_BLOCK)
     slots_b = load_slots(kv_indices_ptr, block_slots_ptr, base + nv + 1, prefix, limit, HAS_BLOCK)
     ahead = load_slots(kv_indices_ptr, block_slots_ptr, base + T + nk, prefix, limit, HAS_BLOCK)
     for tile in range(begin, end):
-        va, sa = _load_v(v_codes_ptr, v_scales_ptr, slots_a, stride_vc_slot, stride_vs_slot, V, VS)
-        vb, sb = _load_v(v_codes_ptr, v_scales_ptr, slots_b, stride_vc_slot, stride_vs_slot, V, VS)
-        k0, k1 = decode_k(kw, k_scales(ks, K, PLACE), PLACE)
+        va, sa = _load(
+            v_codes_ptr, v_scales_ptr, slots_a, stride_vc_slot, stride_vs_slot, V_WORDS, VS, W
+        )
+        vb, sb = _load(
+            v_codes_ptr, v_scales_ptr, slots_b, stride_vc_slot, stride_vs_slot, V_WORDS, VS, W
+        )
+        k0, k1 = decode_k(kw, spread_scales(ks, K, PLACE), PLACE)
         k0 = gl.convert_layout(gl.reshape(k0, [T, HALF]), K_LEFT, assert_trivial=True)
         k1 = gl.convert_layout(gl.reshape(k1, [T, HALF]), K_LEFT, assert_trivial=True)
         s = mma_v2(k0, q0, gl.zeros([T, 8], gl.float32, layout=MMA))
@@ -230,7 +215,7 @@ def _decode_fragments_kernel(
 
         # What the next step needs is asked for before this step's V is decoded.
         slots = ahead
-        kw, ks = _load_k(k_codes_ptr, k_scales_ptr, slots, stride_kc_slot, stride_ks_slot, K, KS)
+        kw, ks = _load(k_codes_ptr, k_scales_ptr, slots, stride_kc_slot, stride_ks_slot, K, KS, W)
         base += T
         slots_a = load_slots(kv_indices_ptr, block_slots_ptr, base + nv, prefix, limit, HAS_BLOCK)
         slots_b = load_slots(
@@ -249,7 +234,14 @@ def _decode_fragments_kernel(
         m = m_new
         weights = gl.exp2(s + weight_offset(m)[None, :]).to(gl.float16)
         weights = gl.convert_layout(weights, P_RIGHT)
-        v0, v1 = decode_v(va, vb, v_scales(sa, V, PLACE), v_scales(sb, V, PLACE), half, PLACE)
+        v0, v1 = decode_v(
+            va.expand_dims(2).broadcast_to([P, W, 2]),
+            vb.expand_dims(2).broadcast_to([P, W, 2]),
+            spread_scales(sa, V, PLACE),
+            spread_scales(sb, V, PLACE),
+            half,
+            PLACE,
+        )
         sums = mma_v2(ones, weights, sums * alpha)
         even = mma_v2(_v_operand(v0, W, V_LEFT), weights, even * alpha)
         odd = mma_v2(_v_operand(v1, W, V_LEFT), weights, odd * alpha)

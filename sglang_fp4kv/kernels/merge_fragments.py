@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_fp4kv.kernels._plan import cdiv
+from sglang_fp4kv.kernels._tile import round_to
 
 _ROWS = 8
 # Columns of a program and splits it merges at a time, every step a trip to memory: few requests have
@@ -85,10 +86,7 @@ def _merge_fragments_kernel(
     row = row_block * N + n
     offsets = (req.to(tl.int64) * Q + row // GROUP) * stride_ot
     offsets += (kv_head * GROUP + row % GROUP) * stride_oh
-    if EMULATE and out_ptr.dtype.element_ty == tl.bfloat16:
-        bits = acc.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        acc = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    acc = round_to(acc, out_ptr.dtype.element_ty, EMULATE)
     mask = (row < Q * GROUP)[None, :]
     tl.store(out_ptr + offsets[None, :] + column[:, None], acc, mask=mask)
 

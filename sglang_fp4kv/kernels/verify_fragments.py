@@ -17,24 +17,21 @@ from sglang_fp4kv.kernels._fragments import (
     cap_scores,
     decode_v,
     hide,
-    k_scales,
     load_slots,
-    rescale,
     share_tiles,
-    v_scales,
+    spread_scales,
     weight_offset,
 )
 from sglang_fp4kv.kernels._verify_parts import (
     all_layout,
     copy,
     pair,
+    raise_maximum,
     rows_max,
-    scaled_sums,
     score,
     slice_words,
     stage_query,
     thread_sums,
-    tile_max,
     v_operand,
     warp_max,
     weights_layout,
@@ -163,7 +160,6 @@ def _verify_fragments_kernel(
     m = gl.allocate_shared_memory(gl.float32, [N1], LINE)
     m.store(gl.full([N1], float("-inf"), gl.float32, layout=N_OF))
     sums = thread_sums(gl.zeros([T, N1], gl.float16, layout=MMA), WARPS)
-    SUMS: gl.constexpr = sums.type.layout
     even = gl.zeros([HALF, N1], gl.float32, layout=MMA)
     odd = gl.zeros([HALF, N1], gl.float32, layout=MMA)
     if N2 > 0:
@@ -181,7 +177,6 @@ def _verify_fragments_kernel(
         m_2 = gl.allocate_shared_memory(gl.float32, [N2], LINE)
         m_2.store(gl.full([N2], float("-inf"), gl.float32, layout=N_OF))
         sums_2 = thread_sums(gl.zeros([T, N2], gl.float16, layout=MMA), WARPS)
-        SUMS_2: gl.constexpr = sums_2.type.layout
         even_2 = gl.zeros([HALF, N2], gl.float32, layout=MMA)
         odd_2 = gl.zeros([HALF, N2], gl.float32, layout=MMA)
     else:
@@ -207,7 +202,7 @@ def _verify_fragments_kernel(
         slots = load_slots(kv_indices_ptr, block_slots_ptr, base + nc, prefix, limit, HAS_BLOCK)
         slots_s = load_slots(kv_indices_ptr, block_slots_ptr, base + ns, prefix, limit, HAS_BLOCK)
 
-        kz = k_scales(ks, K, PLACE)
+        kz = spread_scales(ks, K, PLACE)
         s = gl.zeros([T, N1], gl.float32, layout=MMA)
         if N2 > 0:
             s_2 = gl.zeros([T, N2], gl.float32, layout=MMA)
@@ -242,21 +237,11 @@ def _verify_fragments_kernel(
             maxima.store(warp_max(s, WARPS))
             if N2 > 0:
                 maxima_2.store(warp_max(s_2, WARPS))
-            old = m.load(N_OF)
-            m_new = gl.maximum(old, gl.ceil(tile_max(maxima, WARPS, N_OF)))
-            alpha = rescale(old, m_new)
-            sums = scaled_sums(sums, alpha, SUMS)
-            even = even * alpha[None, :]
-            odd = odd * alpha[None, :]
-            m.store(m_new)
+            sums, even, odd = raise_maximum(m, maxima, sums, even, odd, WARPS, N_OF)
             if N2 > 0:
-                old_2 = m_2.load(N_OF)
-                m_new_2 = gl.maximum(old_2, gl.ceil(tile_max(maxima_2, WARPS, N_OF)))
-                alpha_2 = rescale(old_2, m_new_2)
-                sums_2 = scaled_sums(sums_2, alpha_2, SUMS_2)
-                even_2 = even_2 * alpha_2[None, :]
-                odd_2 = odd_2 * alpha_2[None, :]
-                m_2.store(m_new_2)
+                sums_2, even_2, odd_2 = raise_maximum(
+                    m_2, maxima_2, sums_2, even_2, odd_2, WARPS, N_OF
+                )
         # Every warp has read its K.
         copy(
             k_words, k_scale_words, k_codes_ptr, k_scales_ptr, slots, slots_s,
@@ -282,8 +267,8 @@ def _verify_fragments_kernel(
             v0, v1 = decode_v(
                 va.expand_dims(2).broadcast_to([TV // 2, W, 2]),
                 vb.expand_dims(2).broadcast_to([TV // 2, W, 2]),
-                v_scales(sa, VP, PLACE),
-                v_scales(sb, VP, PLACE),
+                spread_scales(sa, VP, PLACE),
+                spread_scales(sb, VP, PLACE),
                 half,
                 PLACE,
             )

@@ -41,13 +41,13 @@ LIBRARY_VARIABLE = "FP4KV_LIBRARY_PREFILL"
 
 
 def library_wanted(environ=os.environ) -> bool:
-    """Whether a server may prefill through the library.
+    """Whether a server may prefill through the library: unless FP4KV_LIBRARY_PREFILL=0.
 
-    It has to be asked for (FP4KV_LIBRARY_PREFILL=1) until a GPU result of it is on file.
+    Its first start on a machine may compile FlashInfer's kernels for minutes.
 
     Raises: ValueError for a value that is neither 0 nor 1
     """
-    value = environ.get(LIBRARY_VARIABLE, "0")
+    value = environ.get(LIBRARY_VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{LIBRARY_VARIABLE} must be 0 or 1, got {value!r}")
     return value == "1"
@@ -188,7 +188,7 @@ class PackedPrefill:
         self.library = "the attention given"
         if not use_library:
             attend = None
-            self.library = f"{LIBRARY_VARIABLE}=1 turns FlashInfer on; no GPU result of it is on file"
+            self.library = f"{LIBRARY_VARIABLE}=0"
         elif attend is None:
             attend, self.library = load_flashinfer(*self.shape, dtype, device)
         self.attend = attend

@@ -22,7 +22,7 @@ SHAPES = (
     (64, 3, 3, 8),
 )
 TREE = {"USE_MASK": True, "WINDOW": 512, "LOGIT_CAP": 30.0}
-SPILL_BYTES = {"plain": 16, "tree": 112}  # a windowed, capped tree verify is no DFlash path
+SPILL_BYTES = {"plain": 16, "tree": 144}  # a windowed, capped tree verify is no DFlash path
 
 
 def _types(kernel, constexprs: dict, kind: str) -> dict:
@@ -52,6 +52,8 @@ def _aligned(kernel, kind: str, head_dim: int, kv_heads: int) -> tuple:
     strides = {
         "stride_qt": 16,
         "stride_qh": head_dim,
+        "stride_ot": 16,
+        "stride_oh": head_dim,
         "c_slot": row_words * kv_heads,
         "c_head": row_words,
         "s_slot": row_scales * kv_heads,

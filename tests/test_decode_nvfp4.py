@@ -531,6 +531,9 @@ def test_plan_fills_the_device_and_bounds_its_programs():
     assert many.work_items == many.budget + 64
     short = plan_attention(2, 1, 24, 4, 256, 10, h200)
     assert short.budget <= 2
+    # 8,192 keys are 32 programs of four tiles; none is launched that has none.
+    few = plan_attention(1, 8, 24, 4, 256, 8192, h200)
+    assert (few.block_n, few.min_tiles, few.budget) == (64, 4, 33)
     for q_per_req, block_m, row_blocks in ((2, 16, 1), (4, 24, 1), (5, 32, 1), (8, 48, 1), (16, 48, 2)):
         verify = plan_attention(1, q_per_req, 24, 4, 256, 65536, h200)
         assert (verify.kind, verify.block_m, verify.row_blocks) == ("verify", block_m, row_blocks)

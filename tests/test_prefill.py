@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference_attention import fill_slots, make_pool
+from reference_attention import assert_close_enough, fill_slots, make_pool
 from test_extend_nvfp4 import make_case
 
 from sglang_fp4kv import codec, library_attention
@@ -287,16 +287,16 @@ def test_a_slot_below_zero_shows(device):
         assert torch.isnan(out[:6]).all() and torch.isfinite(out[6:]).all()
 
 
-def test_a_server_has_to_ask_for_the_library(caplog):
-    assert not library_wanted({}) and not library_wanted({LIBRARY_VARIABLE: "0"})
-    assert library_wanted({LIBRARY_VARIABLE: "1"})
+def test_a_server_can_leave_the_library_out(caplog):
+    assert library_wanted({}) and library_wanted({LIBRARY_VARIABLE: "1"})
+    assert not library_wanted({LIBRARY_VARIABLE: "0"})
     with pytest.raises(ValueError, match="FP4KV_LIBRARY_PREFILL must be 0 or 1, got 'yes'"):
         library_wanted({LIBRARY_VARIABLE: "yes"})
     with caplog.at_level(logging.INFO, "sglang_fp4kv.prefill"):
         prefill = PackedPrefill(
             24, 4, 256, torch.bfloat16, "cpu", attend=plain_attend, use_library=False, limits=H200
         )
-    assert "FP4KV_LIBRARY_PREFILL=1 turns FlashInfer on" in caplog.text
+    assert "packed kernel (FP4KV_LIBRARY_PREFILL=0)" in caplog.text
     assert prefill.plan([65536], [8192]) is None and not hasattr(prefill, "k")
 
 
@@ -543,6 +543,18 @@ def backends():
     return ("fa3", "fa2") if hopper else ("fa2",)
 
 
+def at_once(case, attend):
+    """Each request's decoded prefix and new tokens in the dtype of q, attended to in one call."""
+    out, start = torch.empty_like(case.q), 0
+    for prefix, new in zip(case.prefix, case.new, strict=True):
+        own = slice(start, start + new)
+        start += new
+        sides = zip(case.pool.decoded(prefix.to(case.q.device)), (case.k, case.v), strict=True)
+        k, v = (torch.cat((side.to(case.q.dtype), x[own])) for side, x in sides)
+        out[own] = attend(case.q[own], k, v, True, case.q.shape[-1] ** -0.5)[0]
+    return out
+
+
 @pytest.mark.gpu
 @needs_flashinfer
 @pytest.mark.timeout(1200)  # its first use on a machine compiles
@@ -554,7 +566,11 @@ def backends():
 def test_flashinfer_matches_reference(
     device, flashinfer_attend, backend, head_dim, kv_heads, group, dtype
 ):
-    """Error at most twice BF16 attention's, through FlashInfer itself, with many pieces."""
+    """Error at most twice BF16 attention's, through FlashInfer itself, with many pieces.
+
+    FA2 rounds more often than the plain BF16 attention does: it cuts keys and merges in BF16. So
+    there BF16 attention is FA2 itself, over the decoded values in one piece.
+    """
     for prefix, new, piece, block in (
         ([20000], [300], 4096, QUERY_TOKENS),
         ([0, 8192, 1, 3000, 17], [1500, 7, 600, 129, 1], 1024, QUERY_TOKENS),
@@ -562,7 +578,12 @@ def test_flashinfer_matches_reference(
     ):
         case = make_case(device, head_dim, group, prefix, new, 16, dtype, kv_heads=kv_heads)
         attend = flashinfer_attend(backend, case)
-        ratios = case.check(run(case, prefill_for(case, piece, attend, block)))
+        exact, low = case.expect()
+        if backend == "fa2":
+            low = at_once(case, attend).float()
+        ratios = assert_close_enough(
+            run(case, prefill_for(case, piece, attend, block)), exact, low
+        )
         print(f"{backend} D {head_dim} {prefix} + {new}: error over baseline {ratios}")
 
 

@@ -151,7 +151,7 @@ def spread_scales(codes, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
 def decode_k(words, scales, PLACE: gl.constexpr):
     """Words of K [N, W] and their scales to two operand tensors [N, W, 2, 2] in fp16.
 
-    Element [.., i, j] is code 2i + j of the operand: operand_column() says which column that is.
+    Element [.., i, j] is code 2i + j of the operand: operands() says which column that is.
     """
     if PLACE == 0:
         a = _twin(words, 0) * scales
@@ -170,12 +170,15 @@ def decode_k(words, scales, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def operand_column(word, code, SECOND: gl.constexpr, PLACE: gl.constexpr):
-    """Column of K that is code 0 to 3 of ``word`` in the first or SECOND operand tensor."""
+def operands(x, PLACE: gl.constexpr):
+    """Columns of words, [P, 8, N], as decode_k splits them: first and second operand, [P, 4, N]."""
+    P: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[2]
     if PLACE == 2:  # both columns of bytes 0 and 1, of bytes 2 and 3
-        return 8 * word + 4 * SECOND + code
+        x = gl.permute(gl.reshape(x, [P, 2, 4, N]), [0, 2, 3, 1])
     else:  # even columns, odd columns
-        return 8 * word + 2 * code + SECOND
+        x = gl.permute(gl.reshape(x, [P, 4, 2, N]), [0, 1, 3, 2])
+    return gl.split(x)
 
 
 @gluon.jit
@@ -268,7 +271,8 @@ def share_tiles(
     """Share out the tiles of all requests over about ``budget`` work items, in proportion.
 
     Returns this item's request (batch or more: nothing to do), where its list starts, its prefix
-    and total keys, the position of its first query row, and the first and last tile of the item.
+    and total keys, the position of its first query row, the first and last tile of the item, and
+    whether it is the request's only one.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     b = gl.arange(0, BLOCK_B, layout=L)
@@ -296,18 +300,30 @@ def share_tiles(
     mine = b == req
     split = work - gl.sum(gl.where(mine, firsts, 0), 0)
     count = gl.maximum(gl.sum(gl.where(mine, splits, 0), 0), 1)
-    my_tiles = gl.sum(gl.where(mine, tiles, 0), 0)
-    my_first = gl.sum(gl.where(mine, first_tile, 0), 0)
+    # The request's own numbers once more, from its two loads: cheaper than sums over all.
+    own = gl.minimum(req, batch - 1)
+    my_start = gl.load(kv_indptr_ptr + own)
+    my_prefix = (gl.load(kv_indptr_ptr + own + 1) - my_start).to(gl.int32)
+    my_total = my_prefix
+    my_first_pos = my_prefix - Q
+    if HAS_BLOCK:
+        my_total = my_prefix + Q
+        my_first_pos = my_prefix
+    my_first = my_first_pos * 0
+    if WINDOW > 0:
+        my_first = gl.maximum(my_first_pos - WINDOW, 0) // T
+    my_tiles = gl.maximum((my_total + T - 1) // T - my_first, 0)
     begin = my_first + split * my_tiles // count
     end = my_first + (split + 1) * my_tiles // count
     return (
         req,
-        gl.sum(gl.where(mine, start.to(gl.int64), 0), 0),
-        gl.sum(gl.where(mine, prefix, 0), 0),
-        gl.sum(gl.where(mine, total, 0), 0),
-        gl.sum(gl.where(mine, first_pos, 0), 0),
+        my_start.to(gl.int64),
+        my_prefix,
+        my_total,
+        my_first_pos,
         begin,
         end,
+        count == 1,
     )
 
 
@@ -368,3 +384,34 @@ def hide(
                 if not CAUSAL:
                     s = gl.where(back >= -WINDOW, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def whole_rows(even, odd, STEPS: gl.constexpr, LANES_FIRST: gl.constexpr):
+    """Accumulators [D/2, N] of even and odd columns as rows [N, D]; moves nothing between threads.
+
+    Rows of the operand lie as merge_fragments.FragmentOrder says; LANES_FIRST: a lane's columns
+    are all side by side, else those of a step of 16 operand rows.
+    """
+    HALF: gl.constexpr = even.shape[0]
+    N: gl.constexpr = even.shape[1]
+    x = gl.reshape(gl.join(even, odd), [HALF // (16 * STEPS), STEPS, 2, 8, N, 2])
+    if LANES_FIRST:
+        x = gl.permute(x, [4, 3, 0, 1, 2, 5])
+    else:
+        x = gl.permute(x, [4, 1, 3, 0, 2, 5])
+    return gl.reshape(x, [N, 2 * HALF])
+
+
+@gluon.jit
+def store_rows(
+    out_ptr, x, row0, req, kv_head, stride_ot, stride_oh, Q: gl.constexpr, GROUP: gl.constexpr
+):
+    """Write rows [N, D], heads of the group of a request's tokens, in out's dtype."""
+    L: gl.constexpr = x.type.layout
+    row = row0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
+    offsets = (req.to(gl.int64) * Q + row // GROUP) * stride_ot
+    offsets += (kv_head * GROUP + row % GROUP) * stride_oh
+    x = x.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + offsets[:, None] + column[None, :], x, mask=(row < Q * GROUP)[:, None])

@@ -93,6 +93,7 @@ _DECODE_TILE = {64: (32, 12), 128: (32, 12), 256: (32, 8)}
 # Warps of a verify program and programs a multiprocessor holds: the wide ones, which hold twice the
 # values of V a thread, and the narrow ones, which always fit.
 _VERIFY_WIDE = {256: (4, 2)}
+_VERIFY_LEAST_TILES = 4  # of 64 keys or more; fewer cost less than a program's start and its merge
 _VERIFY_NARROW = {64: (2, 6), 128: (4, 3), 256: (8, 1)}
 
 
@@ -160,6 +161,7 @@ def plan_attention(
             block_m = min(n for n in _VERIFY_ROWS if n * row_blocks >= rows)
             num_warps, programs = _verify_tile(head_dim, limits)
             block_n = 16 * num_warps
+            min_tiles = _VERIFY_LEAST_TILES
     else:
         kind, block_m = "tiled", min(64, max(16, pow2(rows)))
         row_blocks = cdiv(rows, block_m)
@@ -167,9 +169,8 @@ def plan_attention(
         programs = 2 if num_warps == 4 else 1
         min_tiles = 1 if limits.interpreter else 2
     resident = max(1, limits.sm_count * programs // (num_kv_heads * row_blocks))
-    budget = min(
-        _budget(batch, resident), max(1, batch * cdiv(max_kv_len + q_per_req, block_n))
-    )
+    most = batch * cdiv(max_kv_len + q_per_req, block_n * min_tiles)  # none of them idle
+    budget = min(_budget(batch, resident), max(1, most))
     return AttentionPlan(
         block_m=block_m,
         block_n=block_n,

@@ -11,7 +11,7 @@ from sglang_fp4kv.kernels._fragments import (
     halves_to_groups,
     linear,
     log2,
-    operand_column,
+    operands,
     query_down,
     query_exponent,
     query_up,
@@ -107,6 +107,44 @@ def copy(
     async_copy.commit_group()
 
 
+@constexpr_function
+def staging_layout(rows, head_dim, slices, warps):
+    """q [rows, head_dim]: a thread has a word's eight columns of every slice."""
+    words = head_dim // (32 * slices)  # of a slice and quarter
+    reg = [[0, 1], [0, 2], [0, 4]] + [[0, 8 * words << i] for i in range(slices.bit_length() - 1)]
+    lane = [[0, 8 << i] for i in range(words.bit_length() - 1)]
+    lane += [[0, head_dim // 4], [0, head_dim // 2]]
+    row = [[1 << i, 0] for i in range(rows.bit_length() - 1)]
+    lane, row = lane + row[: 5 - len(lane)], row[5 - len(lane) :]
+    log_warps = warps.bit_length() - 1
+    warp = (row + [[0, 0]] * log_warps)[:log_warps]
+    return gl.DistributedLinearLayout(reg + row[log_warps:], lane, warp, [], [rows, head_dim])
+
+
+@gluon.jit
+def store_slices(x, out):
+    """Write an operand's codes, word by word [N * words, 4, 1], to slices [SLICES, N, CODES]."""
+    SLICES: gl.constexpr = out.shape[0]
+    N: gl.constexpr = out.shape[1]
+    CODES: gl.constexpr = out.shape[2]
+    # row, quarter, slice, word of its, run, code of a pair; a thread's runs come first in memory
+    x = gl.permute(gl.reshape(x, [N, 4, SLICES, CODES // 16, 2, 2]), [0, 1, 4, 3, 5, 2])
+    _store_each(gl.reshape(x, [N, CODES, SLICES]), out, 0, 1)
+
+
+@gluon.jit
+def _store_each(x, out, at: gl.constexpr, step: gl.constexpr):
+    N: gl.constexpr = x.shape[0]
+    CODES: gl.constexpr = x.shape[1]
+    OF: gl.constexpr = x.shape[2]
+    if OF == 1:
+        out.index(at).store(gl.reshape(x, [N, CODES]))
+    else:
+        a, b = gl.split(gl.reshape(x, [N, CODES, OF // 2, 2]))
+        _store_each(a, out, at, 2 * step)
+        _store_each(b, out, at + step, 2 * step)
+
+
 @gluon.jit
 def stage_query(
     q_ptr, first, second, row0, req, kv_head, stride_qt, stride_qh, Q: gl.constexpr,
@@ -121,7 +159,7 @@ def stage_query(
     N: gl.constexpr = first.shape[1]
     CODES: gl.constexpr = first.shape[2]
     D: gl.constexpr = 2 * SLICES * CODES
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    L: gl.constexpr = staging_layout(N, D, SLICES, WARPS)
     row = row0 + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offsets = (req.to(gl.int64) * Q + row // GROUP) * stride_qt
     offsets += (kv_head * GROUP + row % GROUP) * stride_qh
@@ -129,19 +167,10 @@ def stage_query(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     x = gl.load(q_ptr + offsets[:, None] + d[None, :], mask=row_in, other=0.0).to(gl.float32)
     exponent = query_exponent(gl.max(gl.abs(x), 1))
-    up = query_up(exponent)[:, None]
-    RUN: gl.constexpr = CODES // 8
-    at = gl.arange(0, CODES, layout=gl.SliceLayout(0, L))
-    code = at // 4 % (RUN // 2) * 2 + at % 2 + at // 2 % 2 * RUN  # of the thread's 2 RUN
-    for u in gl.static_range(SLICES):
-        code_of_row = at // (2 * RUN) * (D // 8) + u * (2 * RUN) + code
-        word = code_of_row // 4
-        c0 = operand_column(word, code_of_row % 4, 0, PLACE)
-        c1 = operand_column(word, code_of_row % 4, 1, PLACE)
-        x0 = gl.load(q_ptr + offsets[:, None] + c0[None, :], mask=row_in, other=0.0)
-        x1 = gl.load(q_ptr + offsets[:, None] + c1[None, :], mask=row_in, other=0.0)
-        first.index(u).store((x0.to(gl.float32) * up).to(gl.float16))
-        second.index(u).store((x1.to(gl.float32) * up).to(gl.float16))
+    x = (x * query_up(exponent)[:, None]).to(gl.float16)
+    a, b = operands(gl.reshape(x, [N * D // 8, 8, 1]), PLACE)
+    store_slices(a, first)
+    store_slices(b, second)
     return query_down(exponent)
 
 

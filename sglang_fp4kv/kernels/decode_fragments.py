@@ -18,14 +18,16 @@ from sglang_fp4kv.kernels._fragments import (
     linear,
     load_slots,
     log2,
-    operand_column,
+    operands,
     query_down,
     query_exponent,
     query_up,
     rescale,
     share_tiles,
     spread_scales,
+    store_rows,
     weight_offset,
+    whole_rows,
 )
 
 ROWS_PADDED = 8
@@ -44,8 +46,12 @@ def decode_layouts(head_dim: int, tile: int) -> dict:
     v_reg = [[0, 0, 1]] + [[0, 1 << i, 0] for i in range(log2(run))]
     v_reg += [[4 << i, 0, 0] for i in range(log2(pairs // 4))]
     v_lane = [[1, 0, 0], [2, 0, 0], [0, run, 0], [0, 2 * run, 0], [0, 4 * run, 0]]
+    # q [head_dim, rows]: lanes 4g + c hold runs c and c + 4 of row g's words, as K's lanes do
+    q_reg = [[1, 0], [2, 0], [4, 0], *([8 << i, 0] for i in range(log2(run))), [32 * run, 0]]
+    q_lane = [[8 * run, 0], [16 * run, 0], [0, 1], [0, 2], [0, 4]]
     groups = words // 2
     return {
+        "QUERY": linear(q_reg, q_lane, [], (head_dim, ROWS_PADDED)),
         "MMA": gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]),
         "K": linear(k_reg, k_lane, [], (tile, words)),
         "KS": linear(k_reg, k_lane, [], (tile, groups, 2), codes_to_groups),
@@ -100,11 +106,15 @@ def _decode_fragments_kernel(
     part_acc_ptr,  # [items, D, 8] fp32
     part_stat_ptr,  # [items, 2, 8] fp32: maximum (log2), sum
     sched_ptr,  # [B, 2] int32: first work item, number of splits
+    out_ptr,
     batch,
     budget,
     qk_scale,
+    v_scale,
     stride_qt,
     stride_qh,
+    stride_ot,
+    stride_oh,
     stride_kc_slot,  # words
     stride_kc_head,
     stride_ks_slot,
@@ -131,6 +141,7 @@ def _decode_fragments_kernel(
     KS: gl.constexpr,
     V: gl.constexpr,
     VS: gl.constexpr,
+    QUERY: gl.constexpr,
 ):
     HALF: gl.constexpr = D // 2
     W: gl.constexpr = D // 8
@@ -138,7 +149,7 @@ def _decode_fragments_kernel(
     ROWS: gl.constexpr = Q * GROUP
     kv_head = gl.program_id(0)  # first, so that a token's heads are read together
     work = gl.program_id(1)
-    req, kv_start, prefix, total, first_pos, begin, end = share_tiles(
+    req, kv_start, prefix, total, first_pos, begin, end, alone = share_tiles(
         kv_indptr_ptr, sched_ptr, batch, budget, work, kv_head == 0,
         Q, T, MIN_TILES, BLOCK_B, HAS_BLOCK, WINDOW, 1,
     )  # fmt: skip
@@ -164,20 +175,18 @@ def _decode_fragments_kernel(
     P_RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     N_OF: gl.constexpr = gl.SliceLayout(0, MMA)
     T_OF: gl.constexpr = gl.SliceLayout(1, MMA)
-    at = gl.arange(0, HALF, layout=gl.SliceLayout(1, K_RIGHT))
-    row = gl.arange(0, 8, layout=gl.SliceLayout(0, K_RIGHT))
+    row = gl.arange(0, 8, layout=gl.SliceLayout(0, QUERY))
+    column = gl.arange(0, D, layout=gl.SliceLayout(1, QUERY))
     q_offsets = (req.to(gl.int64) * Q + row // GROUP) * stride_qt
     q_offsets += (kv_head * GROUP + row % GROUP) * stride_qh
-    q_in = (row < ROWS)[None, :]
-    q_ptrs = q_ptr + q_offsets[None, :]
-    q0 = gl.load(q_ptrs + operand_column(at // 4, at % 4, 0, PLACE)[:, None], mask=q_in, other=0.0)
-    q1 = gl.load(q_ptrs + operand_column(at // 4, at % 4, 1, PLACE)[:, None], mask=q_in, other=0.0)
-    q0 = q0.to(gl.float32)
-    q1 = q1.to(gl.float32)
-    exponent = query_exponent(gl.maximum(gl.max(gl.abs(q0), 0), gl.max(gl.abs(q1), 0)))
-    up = query_up(exponent)[None, :]
-    q0 = (q0 * up).to(gl.float16)
-    q1 = (q1 * up).to(gl.float16)
+    x = gl.load(
+        q_ptr + q_offsets[None, :] + column[:, None], mask=(row < ROWS)[None, :], other=0.0
+    ).to(gl.float32)
+    exponent = query_exponent(gl.max(gl.abs(x), 0))
+    x = (x * query_up(exponent)[None, :]).to(gl.float16)
+    q0, q1 = operands(gl.reshape(x, [W, 8, 8]), PLACE)
+    q0 = gl.convert_layout(gl.reshape(q0, [HALF, 8]), K_RIGHT, assert_trivial=True)
+    q1 = gl.convert_layout(gl.reshape(q1, [HALF, 8]), K_RIGHT, assert_trivial=True)
     row_scale = gl.convert_layout(query_down(exponent), N_OF) * qk_scale
 
     nk = gl.arange(0, T, layout=gl.SliceLayout(1, K))
@@ -246,6 +255,12 @@ def _decode_fragments_kernel(
         even = mma_v2(_v_operand(v0, W, V_LEFT), weights, even * alpha)
         odd = mma_v2(_v_operand(v1, W, V_LEFT), weights, odd * alpha)
 
+    all_weights = gl.max(sums, 0)
+    if alone:  # nothing to merge
+        inv = (v_scale / gl.where(all_weights > 0, all_weights, 1.0))[None, :]
+        result = whole_rows(even * inv, odd * inv, D // 32, True)
+        store_rows(out_ptr, result, 0, req, kv_head, stride_ot, stride_oh, Q, GROUP)
+        return
     item = work.to(gl.int64) * gl.num_programs(0) + kv_head
     part_acc_ptr += item * (D * 8)
     part_stat_ptr += item * 16
@@ -253,4 +268,4 @@ def _decode_fragments_kernel(
     gl.store(part_acc_ptr + offsets, even)
     gl.store(part_acc_ptr + HALF * 8 + offsets, odd)
     gl.store(part_stat_ptr + rows, m)
-    gl.store(part_stat_ptr + 8 + rows, gl.max(sums, 0))
+    gl.store(part_stat_ptr + 8 + rows, all_weights)

@@ -58,6 +58,7 @@ def launch_fragments(
     qk_scale = call.sm_scale * call.k_global_scale * fold
     if call.logit_cap == 0:
         qk_scale *= math.log2(math.e)
+    v_scale = call.v_global_scale * fold
     k_codes, k_scales, v_codes, v_scales = call.sides
     if plan.kind == "decode":
         kernel, order = _decode_fragments_kernel, decode_order(head_dim)
@@ -72,10 +73,13 @@ def launch_fragments(
         buffers.acc,
         buffers.stat,
         buffers.sched,
+        call.out,
         call.batch,
         plan.budget,
         qk_scale,
+        v_scale,
         *q.stride()[:2],
+        *call.out.stride()[:2],
         *(stride for side in sides for stride in side.stride()[:2]),
         **constexprs(plan, call.batch, call.q_per_req, call.group, head_dim, limits),
         **call.visibility,
@@ -92,5 +96,5 @@ def launch_fragments(
         plan.row_blocks,
         plan.budget,
         order,
-        call.v_global_scale * fold,
+        v_scale,
     )

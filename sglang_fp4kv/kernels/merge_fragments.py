@@ -14,7 +14,7 @@ _ROWS = 8
 # many splits and need many programs; many requests fill the device with fewer, larger ones.
 _FEW, _DEEP, _MANY = (16, 16), (16, 64), (64, 4)
 _MANY_PROGRAMS = 4096
-_DEEP_SPLITS = 48  # of a request
+_DEEP_SPLITS = 128  # of a request; decode's one request has 264
 
 
 def _shape(programs: int, splits: int) -> tuple[int, int]:
@@ -55,6 +55,8 @@ def _merge_fragments_kernel(
     position = tl.program_id(2) % parts * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.load(sched_ptr + 2 * req)
     splits = tl.load(sched_ptr + 2 * req + 1)
+    if splits == 1:  # its reader wrote out
+        return
 
     m = tl.full((8,), float("-inf"), tl.float32)
     l = tl.zeros((8,), tl.float32)
@@ -130,7 +132,10 @@ def merge_fragments(
     v_scale: float,
     emulate: bool = False,
 ) -> None:
-    """Combine the splits of every query row by their maxima and sums; every row of out is written.
+    """Combine the splits of every query row by their maxima and sums.
+
+    Rows of requests without a key become 0; rows of requests of one split are left alone, their
+    reader wrote them.
 
     Sizes: R query rows, Hq query heads, H KV heads, D head dim, N rows_padded, I work items
       out        [R, Hq, D]                    bf16 | fp16   out

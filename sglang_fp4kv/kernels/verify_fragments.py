@@ -20,7 +20,9 @@ from sglang_fp4kv.kernels._fragments import (
     load_slots,
     share_tiles,
     spread_scales,
+    store_rows,
     weight_offset,
+    whole_rows,
 )
 from sglang_fp4kv.kernels._verify_parts import (
     all_layout,
@@ -54,11 +56,15 @@ def _verify_fragments_kernel(
     part_acc_ptr,  # [items, D, N1 + N2] fp32
     part_stat_ptr,  # [items, 2, N1 + N2] fp32: maximum (log2), sum
     sched_ptr,  # [B, 2] int32: first work item, number of splits
+    out_ptr,
     batch,
     budget,
     qk_scale,
+    v_scale,
     stride_qt,
     stride_qh,
+    stride_ot,
+    stride_oh,
     stride_kc_slot,  # words, as all strides of the pool
     stride_kc_head,
     stride_ks_slot,
@@ -105,7 +111,7 @@ def _verify_fragments_kernel(
     kv_head = gl.program_id(0)  # first, so that a token's heads are read together
     work = gl.program_id(1)
     row_block = gl.program_id(2)
-    req, kv_start, prefix, total, first_pos, begin, end = share_tiles(
+    req, kv_start, prefix, total, first_pos, begin, end, alone = share_tiles(
         kv_indptr_ptr, sched_ptr, batch, budget, work, (kv_head == 0) & (row_block == 0),
         Q, T, MIN_TILES, BLOCK_B, HAS_BLOCK, WINDOW, WARPS,
     )  # fmt: skip
@@ -147,6 +153,10 @@ def _verify_fragments_kernel(
     q1 = gl.allocate_shared_memory(gl.float16, [SLICES, N1, CODES], Q_SHARED)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row0 = row_block * N
+    # Of use after the loop, in which registers are short.
+    owner = gl.allocate_shared_memory(gl.int32, [1], LINE)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    owner.store(gl.full([1], 2 * req + alone.to(gl.int32), gl.int32, layout=ONE))
     down = stage_query(
         q_ptr, q0, q1, row0, req, kv_head, stride_qt, stride_qh, Q, GROUP, WARPS, PLACE
     )
@@ -283,6 +293,20 @@ def _verify_fragments_kernel(
                 odd_2 = mma_v2(v1, p_2, odd_2)
 
     async_copy.wait_group(0)  # no copy may outlive the program
+    all_weights = gl.convert_layout(gl.sum(gl.sum(sums, 0), 0), N_OF)
+    if N2 > 0:
+        all_weights_2 = gl.convert_layout(gl.sum(gl.sum(sums_2, 0), 0), N_OF)
+    owned = gl.max(owner.load(ONE), 0)
+    if owned % 2 == 1:  # the request's only item: nothing to merge
+        req = owned // 2
+        inv = (v_scale / gl.where(all_weights > 0, all_weights, 1.0))[None, :]
+        x = whole_rows(even * inv, odd * inv, WARPS, False)
+        store_rows(out_ptr, x, row0, req, kv_head, stride_ot, stride_oh, Q, GROUP)
+        if N2 > 0:
+            inv_2 = (v_scale / gl.where(all_weights_2 > 0, all_weights_2, 1.0))[None, :]
+            x_2 = whole_rows(even_2 * inv_2, odd_2 * inv_2, WARPS, False)
+            store_rows(out_ptr, x_2, row0 + N1, req, kv_head, stride_ot, stride_oh, Q, GROUP)
+        return
     item = (work.to(gl.int64) * gl.num_programs(2) + row_block) * gl.num_programs(0) + kv_head
     part_acc_ptr += item * (D * N)
     part_stat_ptr += item * (2 * N)
@@ -291,11 +315,10 @@ def _verify_fragments_kernel(
     gl.store(part_acc_ptr + position + column[None, :], even)
     gl.store(part_acc_ptr + HALF * N + position + column[None, :], odd)
     gl.store(part_stat_ptr + column, m.load(N_OF))
-    gl.store(part_stat_ptr + N + column, gl.convert_layout(gl.sum(gl.sum(sums, 0), 0), N_OF))
+    gl.store(part_stat_ptr + N + column, all_weights)
     if N2 > 0:
         column_2 = N1 + gl.arange(0, N2, layout=N_OF)
         gl.store(part_acc_ptr + position + column_2[None, :], even_2)
         gl.store(part_acc_ptr + HALF * N + position + column_2[None, :], odd_2)
         gl.store(part_stat_ptr + column_2, m_2.load(N_OF))
-        total_2 = gl.convert_layout(gl.sum(gl.sum(sums_2, 0), 0), N_OF)
-        gl.store(part_stat_ptr + N + column_2, total_2)
+        gl.store(part_stat_ptr + N + column_2, all_weights_2)

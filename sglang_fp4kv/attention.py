@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, unwrap_write_loc
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4
 from sglang_fp4kv.kernels.extend_nvfp4 import extend_nvfp4
 from sglang_fp4kv.pool import find_packed_pool
-from sglang_fp4kv.prefill import PackedPrefill, library_wanted
+from sglang_fp4kv.prefill import PackedPrefill
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,6 @@ class TritonAttnBackend(stock.TritonAttnBackend):
             pool.head_dim,
             model_runner.dtype,
             self.device,
-            use_library=library_wanted(),
         )
 
     def _layer_options(self, layer, sinks, score_mod, aux_tensors):

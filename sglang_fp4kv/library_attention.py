@@ -87,23 +87,21 @@ def load_flashinfer(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-    backends: tuple[str, ...] | None = None,
+    backends: tuple[str, ...],
 ) -> tuple[Attend | None, str]:
     """FlashInfer's attention, compiled and checked; or None and why it is not to be had.
 
-    backends: tried in this order, each failure is logged. Left out: FA3, then FA2 on sm_90 (the
-    only architecture FA3 is made for), FA2 elsewhere. The first use of a backend compiles for some
-    minutes; FlashInfer keeps the result under ~/.cache.
+    backends: fa2, fa3, ...; tried in this order, each failure is logged. The first use of a backend
+    compiles for some minutes; FlashInfer keeps the result under ~/.cache.
     """
+    if not backends:
+        return None, "no library is asked for"
     if device.type != "cuda":
         return None, f"FlashInfer does not run on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return None, f"FlashInfer does not take {dtype}"
     if head_dim not in HEAD_DIMS:
         return None, f"FlashInfer's prefill kernels are not made for head dim {head_dim}"
-    if backends is None:
-        hopper = torch.cuda.get_device_capability(device)[0] == 9
-        backends = ("fa3", "fa2") if hopper else ("fa2",)
     problems = []
     for backend in backends:
         started = time.monotonic()

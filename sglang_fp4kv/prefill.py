@@ -26,11 +26,11 @@ SCRATCH_BYTES = 32 << 20  # K and V of one piece: 8,192 tokens of 4 heads of 256
 QUERY_TOKENS = 8192  # of one call; bounds the fp32 state between pieces
 
 # Measured on an H200 (D 256, 24 and 4 heads), per SM, so that they scale with a device: our packed
-# kernel at 184 TFLOP/s for 8,192 new tokens on 65,536 (tests/bench/results/h200_bench.json),
-# FlashInfer FA2 0.7.2 at 305 (shared field notes).
+# kernel at 184 TFLOP/s for 8,192 new tokens on 65,536 (tests/bench/NOTES.md), FlashInfer FA3 0.7.2
+# at 540 to 650 (tests/bench/results/h200_bench.json).
 _PACKED_FLOPS_PER_SM = 1.39e12
 _PACKED_LEAST_ROWS = 64  # a program of fewer rows decodes as many keys and takes as long
-_LIBRARY_FLOPS_PER_SM = 2.3e12
+_LIBRARY_FLOPS_PER_SM = 4.5e12
 _LIBRARY_ROWS = 128  # query tokens of one head in a tile of the library
 _DECODE_BYTES_PER_SM = 20e9  # a second; read codes, write values: about 2.6 TB/s on 132 SMs
 # Host time: a call of the library; decode and merge of a piece.
@@ -40,17 +40,23 @@ _CALL_S, _PIECE_S = 30e-6, 50e-6
 LIBRARY_VARIABLE = "FP4KV_LIBRARY_PREFILL"
 
 
-def library_wanted(environ=os.environ) -> bool:
-    """Whether a server may prefill through the library: unless FP4KV_LIBRARY_PREFILL=0.
+def library_backends(capability: int, environ=os.environ) -> tuple[str, ...]:
+    """FlashInfer's backends that a server tries, in this order.
 
-    Its first start on a machine may compile FlashInfer's kernels for minutes.
+    capability: of the device, 90 or 121. FA3 on sm_90, the only one it is made for. FA2 when
+    FP4KV_LIBRARY_PREFILL=1: it keeps within twice BF16 attention's error in norm but not in every value
+    (tests/test_prefill.py), and ran on an H200 only. None when it is 0. The first use of a backend on a
+    machine may compile for minutes.
 
     Raises: ValueError for a value that is neither 0 nor 1
     """
-    value = environ.get(LIBRARY_VARIABLE, "1")
-    if value not in ("0", "1"):
+    value = environ.get(LIBRARY_VARIABLE)
+    if value not in (None, "0", "1"):
         raise ValueError(f"{LIBRARY_VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
+    if value == "0":
+        return ()
+    fa3 = ("fa3",) if capability == 90 else ()
+    return (*fa3, "fa2") if value == "1" else fa3
 
 
 @dataclass(frozen=True)
@@ -158,9 +164,9 @@ class PackedPrefill:
 
     Sizes: Hq query heads, H KV heads, D head dim; one scratch of at most scratch_bytes a device,
     allocated here and used by every layer, and only if there is a library to use it.
-    attend: the library, see library_attention.Attend. Left out, FlashInfer is loaded, compiled and
-      checked here (minutes at the first start on a machine); where it is not to be had, plan()
-      answers None and the reason is logged. use_library False: the same, nothing is loaded.
+    attend: the library, see library_attention.Attend. Left out, the first of FlashInfer's backends
+      (of library_backends() where not given) that works is loaded, compiled and checked here, minutes
+      at the first start on a machine; where there is none plan() answers None and logs the reason.
     Raises: ValueError when scratch_bytes do not hold 16 tokens
     """
 
@@ -173,7 +179,7 @@ class PackedPrefill:
         device: torch.device | str,
         *,
         attend: Attend | None = None,
-        use_library: bool = True,
+        backends: tuple[str, ...] | None = None,
         scratch_bytes: int = SCRATCH_BYTES,
         query_tokens: int = QUERY_TOKENS,
         limits: DeviceLimits | None = None,
@@ -186,11 +192,10 @@ class PackedPrefill:
         self.query_tokens = query_tokens
         self.limits = limits or device_limits(device)
         self.library = "the attention given"
-        if not use_library:
-            attend = None
-            self.library = f"{LIBRARY_VARIABLE}=0"
-        elif attend is None:
-            attend, self.library = load_flashinfer(*self.shape, dtype, device)
+        if attend is None:
+            if backends is None:
+                backends = library_backends(self.limits.capability)
+            attend, self.library = load_flashinfer(*self.shape, dtype, device, backends)
         self.attend = attend
         self._logged: set[str] = set()
         self._last: tuple | None = None  # lengths and their plan

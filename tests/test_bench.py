@@ -168,10 +168,11 @@ BENCH = {
     "rows": [
         ATTENTION_ROW,
         ATTENTION_ROW | {"kind": "prefill", "requests": 1, "rows": 8192, "goal_us": 52_000,
-                         "further_goal_us": None, "met": False, "ours": entry(60_000.0)},
+                         "further_goal_us": None, "met": False, "ours": entry(60_000.0),
+                         "run": {"commit": "abc1234"}},
         {"op": "attention", "shape": "verify 1x1", "error": "AssertionError: wrong"},
         {"op": "store", "shape": "4x256", "tokens": 1, "ratio": 1.25, "met": True, "goal_ratio": 1.3,
-         "ours": entry(2.5), "baselines": {"sglang_bf16": entry(2.0)}},
+         "ours": entry(2.5), "baselines": {"sglang_bf16": entry(2.0)}, "run": {"commit": "abc1234"}},
         {"op": "store", "shape": "8x64", "tokens": 1, "ratio": None, "met": None, "goal_ratio": 1.3,
          "ours": entry(2.5), "baselines": {"sglang_bf16": {"error": "x"}}},
         {"op": "store", "shape": "8x64", "tokens": 2, "ratio": None, "met": None, "goal_ratio": 1.3,
@@ -212,6 +213,7 @@ def test_tables_of_a_result(tmp_path, monkeypatch):
     assert "| 1 | **2.50**, 2.00, 1.25 | **2.50**, error, - |" in text
     assert "| 2 | - | error |" in text
     assert "At most 1.3 times SGLang's store in 1 of 3 rows." in text
+    assert "Of an earlier run (commit abc1234): 2 rows (prefill, writer)." in text
     assert "Failed: attention verify 1x1: AssertionError: wrong" in text
     assert "Failed: store 8x64: RuntimeError: bad" in text
     assert "NVIDIA H200, torch 2.11.0, Triton 3.6.0" in text

@@ -25,7 +25,7 @@ from sglang_fp4kv.prefill import (
     PackedPrefill,
     QueryBlock,
     choose,
-    library_wanted,
+    library_backends,
     split_work,
 )
 
@@ -287,16 +287,16 @@ def test_a_slot_below_zero_shows(device):
         assert torch.isnan(out[:6]).all() and torch.isfinite(out[6:]).all()
 
 
-def test_a_server_can_leave_the_library_out(caplog):
-    assert library_wanted({}) and library_wanted({LIBRARY_VARIABLE: "1"})
-    assert not library_wanted({LIBRARY_VARIABLE: "0"})
+def test_which_libraries_a_server_tries(caplog):
+    assert library_backends(90, {}) == ("fa3",) and library_backends(121, {}) == ()
+    wanted = {LIBRARY_VARIABLE: "1"}
+    assert library_backends(90, wanted) == ("fa3", "fa2") and library_backends(121, wanted) == ("fa2",)
+    assert library_backends(90, {LIBRARY_VARIABLE: "0"}) == ()
     with pytest.raises(ValueError, match="FP4KV_LIBRARY_PREFILL must be 0 or 1, got 'yes'"):
-        library_wanted({LIBRARY_VARIABLE: "yes"})
+        library_backends(90, {LIBRARY_VARIABLE: "yes"})
     with caplog.at_level(logging.INFO, "sglang_fp4kv.prefill"):
-        prefill = PackedPrefill(
-            24, 4, 256, torch.bfloat16, "cpu", attend=plain_attend, use_library=False, limits=H200
-        )
-    assert "packed kernel (FP4KV_LIBRARY_PREFILL=0)" in caplog.text
+        prefill = PackedPrefill(24, 4, 256, torch.bfloat16, "cpu", backends=(), limits=H200)
+    assert "packed kernel (no library is asked for)" in caplog.text
     assert prefill.plan([65536], [8192]) is None and not hasattr(prefill, "k")
 
 
@@ -318,7 +318,7 @@ def test_work_is_cut_by_piece_and_block():
         ((65536,), (8192,), True),
         ((8192,), (8192,), True),
         ((65536,), (512,), True),
-        ((65536,), (16,), "large tiles"),  # a lone packed program walks 64k keys, by its tile's rows
+        ((65536,), (16,), True),  # a lone packed program walks 64k keys
         ((0,), (8192,), True),
         ((0,) * 4, (2000,) * 4, True),
         ((600,), (4,), False),
@@ -328,8 +328,6 @@ def test_work_is_cut_by_piece_and_block():
 )
 @pytest.mark.parametrize("limits", [H200, DeviceLimits(48, SM120_SHARED_BYTES, 121)])
 def test_choice(prefix, new, library, limits):
-    if library == "large tiles":
-        library = limits is H200
     choice = choose(prefix, new, 24, 4, 256, 8192, limits)
     assert choice.library == library, choice
     if any(new):
@@ -391,7 +389,7 @@ def test_a_device_by_name_and_by_index_share_the_scratch():
 
 def test_without_the_library_the_packed_kernel_serves(caplog):
     with caplog.at_level(logging.INFO, "sglang_fp4kv.prefill"):
-        prefill = PackedPrefill(24, 4, 256, torch.bfloat16, "cpu")
+        prefill = PackedPrefill(24, 4, 256, torch.bfloat16, "cpu", backends=("fa3",))
     assert prefill.plan([65536], [8192]) is None
     assert not hasattr(prefill, "k")  # no memory for a way that is never taken
     assert "packed kernel (FlashInfer does not run on cpu)" in caplog.text
@@ -405,7 +403,7 @@ def test_without_the_library_the_packed_kernel_serves(caplog):
     ],
 )
 def test_what_flashinfer_is_not_asked_for(head_dim, dtype, reason):
-    attend, why = library_attention.load_flashinfer(4, 2, head_dim, dtype, torch.device("cuda"))
+    attend, why = library_attention.load_flashinfer(4, 2, head_dim, dtype, torch.device("cuda"), ("fa2",))
     assert attend is None and reason in why
 
 
@@ -543,18 +541,6 @@ def backends():
     return ("fa3", "fa2") if hopper else ("fa2",)
 
 
-def at_once(case, attend):
-    """Each request's decoded prefix and new tokens in the dtype of q, attended to in one call."""
-    out, start = torch.empty_like(case.q), 0
-    for prefix, new in zip(case.prefix, case.new, strict=True):
-        own = slice(start, start + new)
-        start += new
-        sides = zip(case.pool.decoded(prefix.to(case.q.device)), (case.k, case.v), strict=True)
-        k, v = (torch.cat((side.to(case.q.dtype), x[own])) for side, x in sides)
-        out[own] = attend(case.q[own], k, v, True, case.q.shape[-1] ** -0.5)[0]
-    return out
-
-
 @pytest.mark.gpu
 @needs_flashinfer
 @pytest.mark.timeout(1200)  # its first use on a machine compiles
@@ -568,8 +554,7 @@ def test_flashinfer_matches_reference(
 ):
     """Error at most twice BF16 attention's, through FlashInfer itself, with many pieces.
 
-    FA2 rounds more often than the plain BF16 attention does: it cuts keys and merges in BF16. So
-    there BF16 attention is FA2 itself, over the decoded values in one piece.
+    FA2 cuts keys and merges them in BF16 itself: there it holds in norm, and threefold for a value.
     """
     for prefix, new, piece, block in (
         ([20000], [300], 4096, QUERY_TOKENS),
@@ -578,12 +563,9 @@ def test_flashinfer_matches_reference(
     ):
         case = make_case(device, head_dim, group, prefix, new, 16, dtype, kv_heads=kv_heads)
         attend = flashinfer_attend(backend, case)
-        exact, low = case.expect()
-        if backend == "fa2":
-            low = at_once(case, attend).float()
-        ratios = assert_close_enough(
-            run(case, prefill_for(case, piece, attend, block)), exact, low
-        )
+        most = (3, 2) if backend == "fa2" else (2, 2)
+        out = run(case, prefill_for(case, piece, attend, block))
+        ratios = assert_close_enough(out, *case.expect(), most=most)
         print(f"{backend} D {head_dim} {prefix} + {new}: error over baseline {ratios}")
 
 

@@ -93,15 +93,15 @@ def weights_layout(rows):
 
 @gluon.jit
 def copy(
-    words, scales, codes_ptr, scales_ptr, slots, slots_s, stride_codes, stride_scales,
-    COPY: gl.constexpr, COPY_S: gl.constexpr,
+    words, scales, codes_ptr, scales_ptr, slots, slots_s, stride_codes, stride_scales, of_codes,
+    of_scales, COPY: gl.constexpr, COPY_S: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the rows of ``slots``; a slot below 0 leaves zeros."""
+    """Start copying a head's rows of ``slots``, at of_codes and of_scales; below 0 leaves zeros."""
     W: gl.constexpr = words.shape[1]
     w = gl.arange(0, W, layout=gl.SliceLayout(0, COPY))
     g = gl.arange(0, W // 8, layout=gl.SliceLayout(0, COPY_S))
-    a = (slots.to(gl.int64) * stride_codes)[:, None] + w[None, :]
-    b = (slots_s.to(gl.int64) * stride_scales)[:, None] + g[None, :]
+    a = (slots.to(gl.int64) * stride_codes + of_codes)[:, None] + w[None, :]
+    b = (slots_s.to(gl.int64) * stride_scales + of_scales)[:, None] + g[None, :]
     async_copy.async_copy_global_to_shared(words, codes_ptr + a, mask=(slots >= 0)[:, None])
     async_copy.async_copy_global_to_shared(scales, scales_ptr + b, mask=(slots_s >= 0)[:, None])
     async_copy.commit_group()
@@ -172,6 +172,20 @@ def stage_query(
     store_slices(a, first)
     store_slices(b, second)
     return query_down(exponent)
+
+
+@gluon.jit
+def keep(x, WARPS: gl.constexpr):
+    """Put a number of the program into shared memory: the loop is short of registers."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    place = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    place.store(gl.full([1], x, gl.int32, layout=ONE))
+    return place
+
+
+@gluon.jit
+def kept(place, WARPS: gl.constexpr):
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit

@@ -27,6 +27,8 @@ from sglang_fp4kv.kernels._fragments import (
 from sglang_fp4kv.kernels._verify_parts import (
     all_layout,
     copy,
+    keep,
+    kept,
     pair,
     raise_maximum,
     rows_max,
@@ -119,10 +121,6 @@ def _verify_fragments_kernel(
         return
     kv_indices_ptr += kv_start
     block_slots_ptr += req * Q
-    k_codes_ptr += kv_head.to(gl.int64) * stride_kc_head
-    k_scales_ptr += kv_head.to(gl.int64) * stride_ks_head
-    v_codes_ptr += kv_head.to(gl.int64) * stride_vc_head
-    v_scales_ptr += kv_head.to(gl.int64) * stride_vs_head
     mask_offset = 0
     if USE_MASK:
         if HAS_OFFSETS:
@@ -143,7 +141,8 @@ def _verify_fragments_kernel(
     slots_s = load_slots(kv_indices_ptr, block_slots_ptr, base + ns, prefix, limit, HAS_BLOCK)
     copy(
         k_words, k_scale_words, k_codes_ptr, k_scales_ptr, slots, slots_s,
-        stride_kc_slot, stride_ks_slot, COPY, COPY_S,
+        stride_kc_slot, stride_ks_slot, kv_head.to(gl.int64) * stride_kc_head,
+        kv_head.to(gl.int64) * stride_ks_head, COPY, COPY_S,
     )  # fmt: skip
 
     N_OF: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -153,10 +152,11 @@ def _verify_fragments_kernel(
     q1 = gl.allocate_shared_memory(gl.float16, [SLICES, N1, CODES], Q_SHARED)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row0 = row_block * N
-    # Of use after the loop, in which registers are short.
-    owner = gl.allocate_shared_memory(gl.int32, [1], LINE)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    owner.store(gl.full([1], 2 * req + alone.to(gl.int32), gl.int32, layout=ONE))
+    prefix_kept = keep(prefix, WARPS)
+    total_kept = keep(total, WARPS)
+    first_pos_kept = keep(first_pos, WARPS)
+    limit_kept = keep(limit, WARPS)
+    owner_kept = keep(2 * req + alone.to(gl.int32), WARPS)
     down = stage_query(
         q_ptr, q0, q1, row0, req, kv_head, stride_qt, stride_qh, Q, GROUP, WARPS, PLACE
     )
@@ -200,12 +200,17 @@ def _verify_fragments_kernel(
     nt = gl.arange(0, T, layout=T_OF)
     for tile in range(begin, end):
         async_copy.wait_group(0)
+        prefix = kept(prefix_kept, WARPS)
+        total = kept(total_kept, WARPS)
+        first_pos = kept(first_pos_kept, WARPS)
+        limit = kept(limit_kept, WARPS)
         kw = k_words.load(K)
         ks = k_scale_bytes.load(gl.SliceLayout(2, KS))
         # Every warp is past the last tile's V.
         copy(
             v_words, v_scale_words, v_codes_ptr, v_scales_ptr, slots, slots_s,
-            stride_vc_slot, stride_vs_slot, COPY, COPY_S,
+            stride_vc_slot, stride_vs_slot, kv_head.to(gl.int64) * stride_vc_head,
+            kv_head.to(gl.int64) * stride_vs_head, COPY, COPY_S,
         )  # fmt: skip
         valid = load_slots(kv_indices_ptr, block_slots_ptr, base + nt, prefix, limit, HAS_BLOCK) >= 0
         base += T
@@ -255,7 +260,8 @@ def _verify_fragments_kernel(
         # Every warp has read its K.
         copy(
             k_words, k_scale_words, k_codes_ptr, k_scales_ptr, slots, slots_s,
-            stride_kc_slot, stride_ks_slot, COPY, COPY_S,
+            stride_kc_slot, stride_ks_slot, kv_head.to(gl.int64) * stride_kc_head,
+            kv_head.to(gl.int64) * stride_ks_head, COPY, COPY_S,
         )  # fmt: skip
         weights = gl.exp2(s + weight_offset(m.load(N_OF))[None, :]).to(gl.float16)
         weights_shared.store(weights)
@@ -296,9 +302,9 @@ def _verify_fragments_kernel(
     all_weights = gl.convert_layout(gl.sum(gl.sum(sums, 0), 0), N_OF)
     if N2 > 0:
         all_weights_2 = gl.convert_layout(gl.sum(gl.sum(sums_2, 0), 0), N_OF)
-    owned = gl.max(owner.load(ONE), 0)
-    if owned % 2 == 1:  # the request's only item: nothing to merge
-        req = owned // 2
+    owner = kept(owner_kept, WARPS)
+    if owner % 2 == 1:  # the request's only item: nothing to merge
+        req = owner // 2
         inv = (v_scale / gl.where(all_weights > 0, all_weights, 1.0))[None, :]
         x = whole_rows(even * inv, odd * inv, WARPS, False)
         store_rows(out_ptr, x, row0, req, kv_head, stride_ot, stride_oh, Q, GROUP)

@@ -110,12 +110,25 @@ def origin(result: dict, name: str) -> str:
     )
 
 
+def of_other_runs(rows: list[dict]) -> list[str]:
+    """A row may name the run it came from, where that is not the file's own."""
+    runs = {}
+    for row in rows:
+        if "run" in row:
+            runs.setdefault(row["run"]["commit"], []).append(row.get("kind", "writer"))
+    return [
+        f"\nOf an earlier run (commit {commit}): {len(kinds)} rows ({', '.join(dict.fromkeys(kinds))})."
+        for commit, kinds in runs.items()
+    ]
+
+
 def bench_block(result: dict) -> list[str]:
     rows = result["rows"]
     return [
         origin(result, FILES["bench"]),
         *attention_tables([row for row in rows if row["op"] == "attention"]),
         *store_table([row for row in rows if row["op"] == "store"]),
+        *of_other_runs(rows),
         *(f"\nFailed: {row['op']} {row['shape']}: {row['error']}" for row in rows if "error" in row),
     ]
 

@@ -1,6 +1,7 @@
 """The plan itself: one row for each way to keep K and V, and what the plan does not know."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass
 
 from launcher.flags import UsageError
 from launcher.launch import DRAFT_SEATS
@@ -11,6 +12,7 @@ from sglang_fp4kv.planner import STATE_RATIO, PlanError, plan_states, plan_token
 JSON_VERSION = 1
 WORKSPACE = "fp8_e4m3"
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
+_MEASURED = ("weights", "graphs", "activations")
 # (KV of the target, KV of the drafter); a drafter inherits where it is not set apart.
 _DRAFTED = (("bf16", "bf16"), ("fp8_e4m3", "fp8_e4m3"), ("nvfp4", "fp8_e4m3"), ("nvfp4", "bf16"))
 
@@ -68,7 +70,7 @@ class Plan:
     rows: tuple
     pages: tuple
     unknown: tuple
-    notes: tuple = field(default=())
+    notes: tuple
 
 
 def make_plan(facts, draft, flags, budget, measured, page_tokens):
@@ -127,11 +129,10 @@ def make_plan(facts, draft, flags, budget, measured, page_tokens):
             "slot_bytes": states.slot_bytes,
             "slots_per_request": request_slots(flags),
         },
-        memory={"kv": budget.kv, "pools": budget.pools, "gpu": budget.gpu, "fraction": budget.fraction}
-        | {"weights": budget.weights, "graphs": budget.graphs, "activations": budget.activations},
+        memory=asdict(budget),
         rows=rows,
         pages=_pages(attention, states, page_size, page_tokens),
-        unknown=_unknown(budget),
+        unknown=tuple(name for name in _MEASURED if getattr(budget, name) is None),
         notes=tuple(_notes(facts, draft, drafts, states, flags, budget, context)),
     )
 
@@ -217,8 +218,7 @@ def _pages(attention, states, page_size, page_tokens):
     found = []
     for kv in FORMATS:
         token_bytes = attention.layer_bytes(kv)
-        # A server's own page size counts in whole too.
-        group = TokenGroup("attention", token_bytes, _common(page_size))
+        group = TokenGroup("attention", token_bytes, math.lcm(GRANULARITY, page_size))
         shared = plan_pages([StateGroup("state", states.layer_bytes), group])
         if page_tokens is not None:
             try:
@@ -232,17 +232,6 @@ def _pages(attention, states, page_size, page_tokens):
             }
         )  # fmt: skip
     return tuple(found)
-
-
-def _common(page_size):
-    from math import lcm
-
-    return lcm(GRANULARITY, page_size)
-
-
-def _unknown(budget):
-    names = [name for name in ("weights", "graphs", "activations") if getattr(budget, name) is None]
-    return tuple(names)
 
 
 def _notes(facts, draft, drafts, states, flags, budget, context):

@@ -85,8 +85,6 @@ class GatedDelta:
         if groups % self.tp:
             groups = self.tp  # each GPU keeps a copy of what its heads need
         channels = self.value_heads * self.value_dim + 2 * groups * self.key_dim
-        if channels % self.tp:
-            raise ValueError(f"{channels} conv channels cannot be split over {self.tp} GPUs")
         conv = channels // self.tp * (self.conv_kernel - 1) * VALUE_BYTES[self.conv_dtype]
         cells = self.value_heads // self.tp * self.value_dim * self.key_dim
         return conv + cells * VALUE_BYTES[self.state_dtype]

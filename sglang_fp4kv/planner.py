@@ -131,7 +131,7 @@ def plan_states(
 
     ``per_request``: see slots_per_request. ``slots``: --max-mamba-cache-size. ``requests``:
     --max-running-requests, which a drafter needs. ``draft_tokens``: of a drafted block, 0 without.
-    Raises: PlanError when no slot or nothing for K and V is left.
+    Raises: PlanError when the slots hold no request, or nothing is left for K and V.
     """
     rest = budget_bytes / GIB  # SGLang reckons in floats of GiB; the same rounding needs the same
     per_slot = slot_bytes
@@ -153,9 +153,10 @@ def plan_states(
             running = min(max(1, requests), slots // per_request)
         else:
             slots, running = int((share - per_slot) // per_slot), 0
-    if slots <= 0:
+    if slots < per_request:
+        given = f"{budget_bytes:,} bytes leave {max(0, slots)} slots"
         raise PlanError(
-            f"{budget_bytes:,} bytes leave {slots} slots for recurrent states of {slot_bytes:,} bytes each"
+            f"{given} for recurrent states of {slot_bytes:,} bytes each; a request needs {per_request}"
         )
     verify_bytes = verify(running) if draft_tokens else 0
     if draft_tokens:

@@ -182,8 +182,10 @@ def test_slots_that_are_asked_for():
 
 
 def test_states_that_leave_nothing():
-    with pytest.raises(PlanError, match=r"150 bytes leave -1 slots for recurrent states of 100 bytes each"):
+    with pytest.raises(PlanError, match="150 bytes leave 0 slots for recurrent states of 100 bytes each; a request needs 5"):
         plan_states(150, 100, per_request=5)
+    with pytest.raises(PlanError, match="leave 4 slots for recurrent states of 100 bytes each; a request needs 5"):
+        plan_states(10**6, 100, per_request=5, slots=4)
     with pytest.raises(
         PlanError, match=r"recurrent states take 1,000 bytes \(9 \+ 1 slots of 100\) and leave nothing of 900 for K"
     ):

@@ -10,14 +10,12 @@ instead of back from the pool.
 FP4KV_KV_BUDGET_BYTES=n gives SGLang's sizing n bytes for KV, whatever the machine has free; a model with
 recurrent layers first takes its states out of them.
 
-FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built and run without a GPU: its layers ask CUDA for the current
-device, and its kernels' wrappers enter it.
+FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CUDA for the current device.
 
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
 """
 
-import contextlib
 import functools
 import json
 import multiprocessing
@@ -58,7 +56,6 @@ def activate():
         import torch
 
         torch.cuda.current_device = lambda: "cpu"
-        torch.cpu.device = lambda index: contextlib.nullcontext()
     if os.environ.get("FP4KV_BLOCK_IN_BF16") == "1":
         from sglang_fp4kv.attention import TritonAttnBackend
 

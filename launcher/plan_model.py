@@ -133,12 +133,10 @@ def target_states(facts, tp, state_dtype=None):
             f"{_config(facts)}: mamba_ssm_dtype must be one of {', '.join(_STATE_DTYPES)}, got {dtype!r}"
         )
     layers = facts.num_layers - len(facts.attention_layers)
-    states = GatedDelta(layers, tp=tp, state_dtype=dtype, **sizes)
     try:
-        states.layer_bytes  # noqa: B018
+        return GatedDelta(layers, tp=tp, state_dtype=dtype, **sizes)
     except ValueError as error:
         raise UsageError(f"{_config(facts)}: linear_num_value_heads: {error}") from None
-    return states
 
 
 def request_slots(flags):
@@ -146,7 +144,8 @@ def request_slots(flags):
     strategy, overlap = flags.mamba_radix_cache_strategy, not flags.disable_overlap_schedule
     if strategy == "auto":
         paged = (flags.page_size or 1) > 1
-        strategy = "extra_buffer" if overlap or paged else "no_buffer"
+        tracked = (overlap or paged) and flags.linear_attn_backend == "triton"
+        strategy = "extra_buffer" if tracked else "no_buffer"
     return slots_per_request(strategy, radix_cache=not flags.disable_radix_cache, overlap=overlap)
 
 

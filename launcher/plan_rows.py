@@ -263,6 +263,10 @@ def _memory_notes(facts, draft, flags, budget, states):
     if budget.gpu is None:
         yield "weights, CUDA graphs and activations are not counted: the memory given is what they leave"
         return
+    yield (
+        "--gpu-memory is counted whole: SGLang divides what is free before weights load, which is less by the CUDA "
+        "context and by other processes"
+    )
     if budget.weights is None:
         known = _weights(budget, facts, draft, False)
         if known is None:

@@ -60,6 +60,7 @@ class Attention:
 class GatedDelta:
     """Recurrent (gated delta rule) layers as Qwen3-Next and Qwen3.5 have them; heads of the whole model.
 
+    Raises: ValueError when the value heads do not split over the GPUs.
     Source: Mamba2StateShape.create, srt/configs/mamba_utils.py @ 0.5.23.
     """
 
@@ -73,14 +74,13 @@ class GatedDelta:
     state_dtype: str = "float32"
     conv_dtype: str = "bfloat16"
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one request's state in one layer: the conv window and the [V, K] state of each head.
-
-        Raises: ValueError when the heads do not split over the GPUs.
-        """
+    def __post_init__(self):
         if self.value_heads % self.tp:
             raise ValueError(f"{self.value_heads} value heads cannot be split over {self.tp} GPUs")
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one request's state in one layer: the conv window and the [V, K] state of each head."""
         groups = self.key_heads
         if groups % self.tp:
             groups = self.tp  # each GPU keeps a copy of what its heads need

@@ -421,3 +421,22 @@ def test_planning_imports_neither_torch_nor_sglang():
     )
     done = subprocess.run([sys.executable, "-c", code, str(PAIR / "target")], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_the_gpu_script_names_what_differs(tmp_path):
+    from tests.gpu.plan_servers import FIXED_BUDGET, cases, compare
+
+    fixed, (natural,) = cases(tmp_path)
+    assert len({case.name for case in fixed}) == len(fixed) == 9
+    by = {case.name: case for case in (*fixed, natural)}
+    budget = {"available_bytes": FIXED_BUDGET, "bytes_per_token": 1088, "page_size": 16}
+    report = {"budget": budget, "max_total_num_tokens": 4_595_584, "draft": {"bytes_per_token": 512}}
+    for name in ("pair nvfp4 drafted --page-size 16", natural.name):
+        row, differ = compare(by[name], report)
+        assert (row["kv"], row["drafter"], differ) == ("nvfp4", "fp8_e4m3", {})
+    _, differ = compare(natural, {**report, "max_total_num_tokens": 4_595_600})
+    assert differ == {"max_total_num_tokens": (4_595_584, 4_595_600)}
+    row, differ = compare(by["hybrid bf16"], {**report, "draft": None})
+    assert differ["state_bytes"] == (row["state_bytes"], 0) and row["drafter"] is None
+    row, differ = compare(by["pair nvfp4 drafted --page-size 16 --speculative-draft-kv-cache-dtype bf16"], report)
+    assert row["drafter"] == "bf16" and differ["drafter_bytes"] == (1024, 512)

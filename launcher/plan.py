@@ -70,18 +70,29 @@ def add_parser(subparsers):
     parser.add_argument("--draft", metavar="DRAFT", help="the DFlash draft's folder")
     parser.add_argument("--tp", type=int, metavar="N", help="as SGLang's --tp-size")
     memory = parser.add_mutually_exclusive_group()
-    memory.add_argument("--kv-memory", type=parse_size, metavar="SIZE", help="for K and V alone, states excluded")
     memory.add_argument(
-        "--memory", type=parse_size, metavar="SIZE", help="for K and V and recurrent states: what weights leave"
+        "--kv-memory", type=parse_size, metavar="SIZE", help="for K and V alone, states excluded"
+    )
+    memory.add_argument(
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="for K and V and recurrent states: what weights leave",
     )
     memory.add_argument("--gpu-memory", type=parse_size, metavar="SIZE", help="of the GPU, before weights")
-    for name, what in (("weights", "once loaded"), ("graphs", "CUDA graphs"), ("activations", "at their peak")):
+    for name, what in (
+        ("weights", "once loaded"),
+        ("graphs", "CUDA graphs"),
+        ("activations", "at their peak"),
+    ):
         parser.add_argument(f"--{name}", type=parse_size, metavar="SIZE", help=f"measured: {what}")
     parser.add_argument(
         "--bytes-per-token", type=_measured_cell, action="append", default=[], metavar="KV=N",
         help="measured: of the target, in place of the sum; recurrent states are taken to be in it",
     )  # fmt: skip
-    parser.add_argument("--page-tokens", type=int, metavar="N", help="check pages that also hold a layer's state")
+    parser.add_argument(
+        "--page-tokens", type=int, metavar="N", help="check pages that also hold a layer's state"
+    )
     parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")
     parser.add_argument("--plot", metavar="OUT.png", help="a bar chart; needs matplotlib")
     parser.add_argument("sglang_flags", nargs="*", metavar="SGLANG_FLAGS", help="after --")
@@ -129,7 +140,9 @@ def _flags(args):
     for name, plain in _NOT_PLANNED.items():
         value = getattr(flags, name)
         if value not in (None, plain):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: SGLang sizes its pools otherwise then; not planned")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value}: SGLang sizes its pools otherwise then; not planned"
+            )
     for name in _POSITIVE:
         value = getattr(flags, name)
         if value is not None and not 0 < value < _LARGEST:

@@ -22,7 +22,9 @@ def draw(plan, path):
     names = [label(row) for row in plan.rows]
     values = [row.tokens if counted else row.bytes_per_token for row in plan.rows]
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.45 * len(names)), layout="constrained")
-    bars = axes.barh(names, values, color=["tab:green" if row.kv == "nvfp4" else "tab:gray" for row in plan.rows])
+    bars = axes.barh(
+        names, values, color=["tab:green" if row.kv == "nvfp4" else "tab:gray" for row in plan.rows]
+    )
     axes.bar_label(bars, [f"{value:,}" for value in values], padding=3)
     axes.margins(x=0.2)
     axes.invert_yaxis()

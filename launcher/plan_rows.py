@@ -84,7 +84,9 @@ def make_plan(facts, draft, flags, budget, measured, page_tokens):
     states = target_states(facts, tp, flags.mamba_ssm_dtype)
     drafts = drafter(draft, tp, flags) if draft else None
     if page_tokens is not None and states is None:
-        raise UsageError(f"--page-tokens {page_tokens}: the model has no recurrent states to share pages with")
+        raise UsageError(
+            f"--page-tokens {page_tokens}: the model has no recurrent states to share pages with"
+        )
     kinds = [(kv, None, None) for kv in FORMATS] + [("nvfp4", None, WORKSPACE)]
     kinds += [(*kind, None) for kind in _DRAFTED] if drafts else []
     fp8, rows = {}, []
@@ -133,7 +135,7 @@ def make_plan(facts, draft, flags, budget, measured, page_tokens):
         rows=rows,
         pages=_pages(attention, states, page_size, page_tokens),
         unknown=tuple(name for name in _MEASURED if getattr(budget, name) is None),
-        notes=tuple(_notes(facts, draft, drafts, states, flags, budget, context)),
+        notes=tuple(_notes(facts, drafts, states, flags, budget, context)),
     )
 
 
@@ -234,7 +236,7 @@ def _pages(attention, states, page_size, page_tokens):
     return tuple(found)
 
 
-def _notes(facts, draft, drafts, states, flags, budget, context):
+def _notes(facts, drafts, states, flags, budget, context):
     """Sentences on what the figures take for granted."""
     tp = flags.tp_size
     if facts.kv_heads < tp:
@@ -242,7 +244,7 @@ def _notes(facts, draft, drafts, states, flags, budget, context):
             f"{facts.kv_heads} KV heads on {tp} GPUs: each GPU keeps 1, so a token's bytes stay the same "
             f"beyond {facts.kv_heads} GPUs"
         )
-    yield from _memory_notes(facts, draft, flags, budget, states)
+    yield from _memory_notes(facts, flags, budget)
     if states is not None and budget.kv is not None:
         yield f"--kv-memory is for K and V alone: states of {states.slot_bytes:,} bytes a slot come on top"
     if drafts is not None and drafts.windowed:
@@ -256,7 +258,7 @@ def _notes(facts, draft, drafts, states, flags, budget, context):
         yield text
 
 
-def _memory_notes(facts, draft, flags, budget, states):
+def _memory_notes(facts, flags, budget):
     if budget.kv is None and budget.pools is None and budget.gpu is None:
         yield "no memory was given (--kv-memory, --memory or --gpu-memory), so no tokens are counted"
         return
@@ -268,11 +270,14 @@ def _memory_notes(facts, draft, flags, budget, states):
         "context and by other processes"
     )
     if budget.weights is None:
-        known = _weights(budget, facts, draft, False)
+        known = facts.checkpoint.weights_bytes
         if known is None:
             yield "weights are not known (--weights) and not counted, so the tokens are at most these"
         else:
-            yield f"weights are not measured: {known:,} bytes by the files' headers, divided by {flags.tp_size}"
+            yield (
+                f"weights are not measured: {known:,} bytes by the target's file headers, and the draft's in drafted "
+                f"rows, divided by {flags.tp_size}"
+            )
     if budget.fraction is None:
         yield "without --mem-fraction-static SGLang chooses it; 1 is counted, so the tokens are at most these"
         return

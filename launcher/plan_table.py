@@ -3,7 +3,6 @@
 from launcher.refusal import fill
 
 
-
 def label(row):
     """A row's name: the KV format, and what comes with it."""
     if row.workspace:

@@ -138,16 +138,12 @@ def plan_pages(groups, *, align_bytes: int = 1) -> PagePlan:
     page_bytes = min([_up(least, step) for _, _, step in steps] or [least])
     page_bytes = _up(page_bytes, align_bytes)
     fitted = {
-        member.name: page_bytes // step * granule
-        for members, granule, step in steps
-        for member in members
+        member.name: page_bytes // step * granule for members, granule, step in steps for member in members
     }
     pages = tuple(
         Page(group.name, 0, group.state_bytes, page_bytes)
         if isinstance(group, StateGroup)
-        else Page(
-            group.name, fitted[group.name], fitted[group.name] * group.token_bytes, page_bytes
-        )
+        else Page(group.name, fitted[group.name], fitted[group.name] * group.token_bytes, page_bytes)
         for group in groups
     )
     plan = PagePlan(page_bytes, pages, math.lcm(*fitted.values()) if fitted else 0)
@@ -159,9 +155,7 @@ def check_pages(plan: PagePlan) -> None:
     """Raises PlanError naming the first group that writes more than its page."""
     for page in plan.pages:
         if page.written > page.allocated:
-            raise PlanError(
-                f"{page.name} writes {page.written:,} bytes into a page of {page.allocated:,}"
-            )
+            raise PlanError(f"{page.name} writes {page.written:,} bytes into a page of {page.allocated:,}")
 
 
 def tokens_for_state(state_bytes: int, token_bytes: int, granularity: int = GRANULARITY) -> int:

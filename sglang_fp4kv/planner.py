@@ -51,9 +51,7 @@ class Attention:
         return self._bytes(dtype, 1)
 
     def _bytes(self, dtype, layers):
-        return bytes_per_token(
-            self.head_dim, self.kv_heads, layers, dtype=dtype, v_head_dim=self.v_head_dim
-        )
+        return bytes_per_token(self.head_dim, self.kv_heads, layers, dtype=dtype, v_head_dim=self.v_head_dim)
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,7 @@ def plan_states(
         share = rest * ratio / (1 + ratio) * GIB
         if draft_tokens:
             slots = int(
-                (share - per_slot * (1 + draft_tokens))
-                // (per_slot * (1 + draft_tokens / per_request))
+                (share - per_slot * (1 + draft_tokens)) // (per_slot * (1 + draft_tokens / per_request))
             )
             running = min(max(1, requests), slots // per_request)
         else:
@@ -171,9 +168,7 @@ def plan_states(
     return States(slots, slot_bytes, pool_bytes, verify_bytes, left)
 
 
-def plan_tokens(
-    budget_bytes: int, cell_bytes: int, *, page_size: int = 1, limit: int | None = None
-) -> int:
+def plan_tokens(budget_bytes: int, cell_bytes: int, *, page_size: int = 1, limit: int | None = None) -> int:
     """Tokens the pools hold: ``max_total_num_tokens`` of a server with this budget.
 
     ``cell_bytes``: of one token in all pools; ``limit``: --max-total-tokens. Whole pages only.

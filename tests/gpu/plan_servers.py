@@ -82,7 +82,9 @@ def start(case, logs):
     if case.budget:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
         env["FP4KV_KV_BUDGET_BYTES"] = str(case.budget)
-    argv, env = launch_command(["--model-path", str(case.target), *case.flags, "--port", str(port)], environ=env)
+    argv, env = launch_command(
+        ["--model-path", str(case.target), *case.flags, "--port", str(port)], environ=env
+    )
     return ServerProcess(argv, env, logs / f"{case.name.replace(' ', '-')}.log", port).start()
 
 
@@ -131,7 +133,9 @@ def ask(together, logs, progress):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--logs", type=Path, required=True)
     args = parser.parse_args()

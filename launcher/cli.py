@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from launcher import explain, judge, patchset, serve
+from launcher import explain, judge, patchset, plan, serve
 
-_TAKES_SGLANG_FLAGS = (["serve"], ["judge"])
+_TAKES_SGLANG_FLAGS = (["serve"], ["judge"], ["plan"])
 
 
 def build_parser():
@@ -15,6 +15,7 @@ def build_parser():
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add_parser(commands).set_defaults(run=serve.run)
     judge.add_parser(commands).set_defaults(run=judge.run)
+    plan.add_parser(commands).set_defaults(run=plan.run)
     explain.add_parser(commands).set_defaults(run=explain.run)
     patchset.add_parser(commands)
     return parser

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from launcher.modelfacts import ModelFacts
 from launcher.probe import GIB, Gpu, Machine
-from sglang_fp4kv.formats import BLOCK_SIZE, bytes_per_token
+from sglang_fp4kv.formats import BLOCK_SIZE, PACKED_DTYPES, VALUE_BYTES, bytes_per_token
+from sglang_fp4kv.planner import rank_heads
 from sglang_fp4kv.served import BACKEND, DRAFT_DTYPE_DEFAULT
 
-FP4 = ("nvfp4", "fp4_mx_block16")
+FP4 = PACKED_DTYPES
 # _NVFP4_PREFILL_BACKEND and what follows from it: srt/arg_groups/kv_cache_hook.py @ 0.5.23.
 _STOCK_DECODE = "trtllm_mha"
 _SM100 = ((10, 0), (10, 3))
@@ -145,28 +146,27 @@ def gib(count):
     return f"{count / GIB:.2f} GB"
 
 
-def _rank_heads(facts, tp):
-    return max(1, facts.kv_heads // tp)
-
-
-def _fp4_cell(facts, tp):
-    known = facts and facts.head_dim and facts.kv_heads and facts.attention_layers
-    if not known or facts.mla or facts.head_dim % BLOCK_SIZE:
+def _cell(facts, tp, dtype, layers):
+    """Bytes a token takes in ``layers`` layers on one GPU; None where something it needs is unknown."""
+    if not (facts and facts.head_dim and facts.kv_heads and layers):
         return None
-    return bytes_per_token(facts.head_dim, _rank_heads(facts, tp), len(facts.attention_layers))
+    if dtype in FP4 and (facts.mla or facts.head_dim % BLOCK_SIZE or facts.v_head_dim % BLOCK_SIZE):
+        return None
+    try:
+        heads = rank_heads(facts.kv_heads, tp)
+    except ValueError:  # SGLang stops at such heads by itself
+        return None
+    return bytes_per_token(
+        facts.head_dim, heads, layers, dtype=dtype, v_head_dim=facts.v_head_dim
+    )
 
 
 def _draft_cell(launch, tp):
     if launch.drafter in (None, "NGRAM"):
         return 0
-    draft = launch.draft
-    if launch.draft_dtype in FP4:
-        return _fp4_cell(draft, tp)
-    size = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}.get(launch.draft_dtype)
-    if size is None or not (draft and draft.head_dim and draft.kv_heads and draft.num_layers):
+    if launch.draft_dtype not in (*FP4, *VALUE_BYTES):
         return None
-    row = _rank_heads(draft, tp) * (draft.head_dim + draft.v_head_dim)
-    return row * draft.num_layers * size
+    return _cell(launch.draft, tp, launch.draft_dtype, launch.draft and launch.draft.num_layers)
 
 
 def memory(launch):
@@ -175,14 +175,12 @@ def memory(launch):
     with_draft = launch.drafter not in (None, "NGRAM")
     parts = [target, draft] if with_draft else [target]
     sizes = [facts.checkpoint.weights_bytes if facts else None for facts in parts]
-    decoded = None
-    if target and target.head_dim and target.kv_heads:
-        decoded = 2 * 2 * target.head_dim * _rank_heads(target, tp)
+    layers = target.attention_layers if target else None
     return Memory(
         total=launch.gpu.memory_bytes if launch.gpu else None,
         fraction=launch.flags.mem_fraction_static,
         weights=None if None in sizes else sum(sizes) // tp,
-        target_cell=_fp4_cell(target, tp),
+        target_cell=_cell(target, tp, "nvfp4", layers and len(layers)),
         draft_cell=_draft_cell(launch, tp),
-        layer_cell=decoded,
+        layer_cell=_cell(target, tp, "bf16", 1),
     )

@@ -5,7 +5,7 @@ import os
 import re
 import reprlib
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.checkpoint import Checkpoint, read_checkpoint
@@ -31,7 +31,8 @@ class ModelFacts:
     """Attention geometry of a target or a draft; None where the config does not say.
 
     ``attention_layers``: ids of the layers that keep K and V for every token. ``dtype``: of the
-    weights as the config names it. ``snapshot``: the hub commit the folder is a snapshot of.
+    weights as the config names it. ``snapshot``: the hub commit the folder is a snapshot of. ``text``:
+    the language model's part of config.json as it stands there.
     """
 
     path: str
@@ -54,6 +55,8 @@ class ModelFacts:
     quantization: str | None = None
     folder: str | None = None
     checkpoint: Checkpoint = Checkpoint()
+    architectures: tuple = ()
+    text: dict = field(default_factory=dict, repr=False)
 
     @property
     def snapshot(self):
@@ -189,7 +192,8 @@ def read_facts(path, flag):
     kinds = text.get("layer_types")
     quantization = config.get("quantization_config")
     dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), None)
-    architectures = str(config.get("architectures"))
+    names = config.get("architectures")
+    architectures = tuple(map(str, names if isinstance(names, list) else [names]))
     return ModelFacts(
         path=str(path),
         num_layers=layers,
@@ -204,8 +208,8 @@ def read_facts(path, flag):
         attention_layers=attention_layers,
         recurrent=recurrent,
         sliding=sliding,
-        mla=bool(text.get("kv_lora_rank")) or "DeepseekV4" in architectures,
-        sinks="GptOss" in architectures,
+        mla=bool(text.get("kv_lora_rank")) or any("DeepseekV4" in a for a in architectures),
+        sinks=any("GptOss" in a for a in architectures),
         causal_or_windowed=text.get("is_causal") is True
         or (
             isinstance(kinds, list)
@@ -218,4 +222,6 @@ def read_facts(path, flag):
         quantization=quantization.get("quant_method") if isinstance(quantization, dict) else None,
         folder=str(file.parent),
         checkpoint=read_checkpoint(file.parent),
+        architectures=architectures,
+        text=text,
     )

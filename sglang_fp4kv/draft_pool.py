@@ -7,9 +7,11 @@ kernel here, with no temporary and without changing the caller's K and V.
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_fp4kv import formats
 from sglang_fp4kv.kernels.commit_prefix import commit_prefix_plain
 
-DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+# The dtypes a drafter's pool may have, and their names in formats.
+DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.bfloat16: "bf16", torch.float16: "float16"}
 
 
 class DraftTokenToKVPool(MHATokenToKVPool):
@@ -29,8 +31,13 @@ class DraftTokenToKVPool(MHATokenToKVPool):
     @property
     def bytes_per_token(self):
         """Bytes one token costs in this pool, K and V of all layers."""
-        row = self.head_num * (self.head_dim + self.v_head_dim)
-        return row * self.layer_num * self.dtype.itemsize
+        return formats.bytes_per_token(
+            self.head_dim,
+            self.head_num,
+            self.layer_num,
+            dtype=DTYPES[self.dtype],
+            v_head_dim=self.v_head_dim,
+        )
 
     def set_kv_buffer_prefix_valid(
         self,

@@ -19,6 +19,13 @@ import struct
 BLOCK_SIZE = 16
 CODES_PER_BYTE = 2
 
+# Bytes of one value that is stored as it is, by the names SGLang and config.json give the dtypes.
+VALUE_BYTES = {
+    "float32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1,
+}  # fmt: skip
+# KV formats of E2M1 codes with a scale of one byte for each block of 16.
+PACKED_DTYPES = ("nvfp4", "fp4_mx_block16")
+
 # Code 0..7; codes 8..15 are the same magnitudes with the sign bit (8) set.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = E2M1_MAGNITUDES + tuple(-value for value in E2M1_MAGNITUDES)
@@ -90,10 +97,37 @@ def side_bytes(head_dim: int) -> int:
     return packed_bytes(head_dim) + scale_bytes(head_dim)
 
 
-def bytes_per_token(head_dim: int, kv_heads: int, layers: int = 1) -> int:
-    """Bytes one token takes in the pool: K and V, all KV heads, all layers."""
+def row_bytes(head_dim: int, dtype: str = "nvfp4") -> int:
+    """Bytes of one row in a pool of ``dtype``: D/2 + D/16 where it is packed, D values elsewhere.
+
+    Raises: ValueError for another dtype, or a head_dim the format cannot hold.
+    """
+    if dtype in PACKED_DTYPES:
+        return side_bytes(head_dim)
+    if dtype not in VALUE_BYTES:
+        known = ", ".join((*PACKED_DTYPES, *VALUE_BYTES))
+        raise ValueError(f"dtype must be one of {known}, got {dtype!r}")
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim <= 0:
+        raise ValueError(f"head_dim must be a positive int, got {head_dim!r}")
+    return head_dim * VALUE_BYTES[dtype]
+
+
+def bytes_per_token(
+    head_dim: int,
+    kv_heads: int,
+    layers: int = 1,
+    *,
+    dtype: str = "nvfp4",
+    v_head_dim: int | None = None,
+) -> int:
+    """Bytes one token takes in a pool of ``dtype``: K and V, all KV heads, all layers.
+
+    The one place where they are computed: pools, quantizer, readers, planner and rules ask here.
+    ``v_head_dim``: V's width where it is not K's.
+    """
     if kv_heads <= 0:
         raise ValueError(f"kv_heads must be positive, got {kv_heads}")
     if layers < 0:
         raise ValueError(f"layers must not be negative, got {layers}")
-    return 2 * side_bytes(head_dim) * kv_heads * layers
+    v_row = row_bytes(head_dim if v_head_dim is None else v_head_dim, dtype)
+    return (row_bytes(head_dim, dtype) + v_row) * kv_heads * layers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_fp4kv.formats import check_global_scale
+from sglang_fp4kv.formats import bytes_per_token, check_global_scale
 from sglang_fp4kv.kernels._check import check_out, check_rows
 from sglang_fp4kv.kernels._plan import DeviceLimits, cdiv, device_limits, plan_extend
 from sglang_fp4kv.kernels.merge_parts import merge_parts
@@ -134,7 +134,9 @@ def choose(
     packed_s = max(packed_work / limits.sm_count, packed_longest)
     packed_s *= max(block_m, _PACKED_LEAST_ROWS) * flops_per_key / _PACKED_FLOPS_PER_SM
     library_s = library_work * _LIBRARY_ROWS * flops_per_key / _LIBRARY_FLOPS_PER_SM
-    token_bytes = 2 * num_kv_heads * head_dim * (0.5 + 1 / 16 + 2)
+    # Packed bytes are read and 16-bit values written.
+    token_bytes = bytes_per_token(head_dim, num_kv_heads)
+    token_bytes += bytes_per_token(head_dim, num_kv_heads, dtype="bf16")
     for block in split_work(prefix_lens, new_lens, piece_tokens):
         decoded = block.pieces[-1][1] - block.pieces[0][0] if block.pieces else 0
         library_s += decoded * token_bytes / (_DECODE_BYTES_PER_SM * limits.sm_count)
@@ -149,7 +151,9 @@ def _scratch(
     device: torch.device, dtype: torch.dtype, num_kv_heads: int, head_dim: int, scratch_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [P, H, D] of one piece, zeroed; one pair a device and shape, whoever asks."""
-    token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+    token_bytes = bytes_per_token(
+        head_dim, num_kv_heads, dtype=str(dtype).removeprefix("torch.")
+    )
     tokens = scratch_bytes // token_bytes // 16 * 16
     if tokens == 0:
         raise ValueError(

@@ -65,3 +65,23 @@ def test_needs_the_standard_library_only():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row"), [("nvfp4", 72), ("fp4_mx_block16", 72), ("fp8_e4m3", 128), ("bf16", 256), ("float32", 512)]
+)
+def test_row_bytes_by_dtype(dtype, row):
+    assert formats.row_bytes(128, dtype) == row
+    assert formats.bytes_per_token(128, 3, 5, dtype=dtype) == 2 * row * 3 * 5
+    wide = formats.row_bytes(192, dtype)
+    assert formats.bytes_per_token(192, 3, dtype=dtype, v_head_dim=128) == (wide + row) * 3
+
+
+def test_rows_that_no_pool_holds_are_refused():
+    with pytest.raises(ValueError, match="dtype must be one of nvfp4, .*, got 'int8'"):
+        formats.row_bytes(128, "int8")
+    for head_dim in (0, -1, 64.0, True):
+        with pytest.raises(ValueError, match=f"head_dim must be a positive int, got {head_dim}"):
+            formats.row_bytes(head_dim, "bf16")
+    with pytest.raises(ValueError, match="multiple of 16, got 72"):
+        formats.bytes_per_token(128, 1, v_head_dim=72)

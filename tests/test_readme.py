@@ -21,6 +21,7 @@ RUN_BY = {
     "fp4kv serve": "tests/e2e/test_readme_commands.py::test_serve",
     "fp4kv judge": "test_judge",
     "fp4kv explain": "test_explain",
+    "fp4kv plan": "test_plan",
     "fp4kv patch status": "test_patch_commands",
     "fp4kv patch apply": "test_patch_commands",
     "fp4kv patch verify": "tests/test_patchset.py",
@@ -107,6 +108,17 @@ def test_explain():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{command.split()[-1]} ")
+
+
+def test_plan():
+    (command,) = (c.removeprefix(".venv/bin/fp4kv ") for c in commands() if "fp4kv plan" in c)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    tokens = 8_500_000_000 // (4 * 2 * 2 * 36 + 2 * 2 * 2 * 64) // 16 * 16
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("nvfp4, drafter fp8_e4m3"))
+    assert row.split()[-2:] == [f"{tokens:,}", f"{tokens / 4096:,.2f}"]
 
 
 def test_patch_commands(tmp_path):

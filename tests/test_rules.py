@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from launcher.launch import memory
 from launcher.refusal import COLUMNS, TEXTS, render
 from launcher.rules import FAILS, RULES, UNTESTED, judge
 from launches import DFLASH, H200, MX, NO_GPU, NVFP4, launch, machine, scales
@@ -268,6 +269,17 @@ def test_the_budget_is_shown_as_a_sum(tmp_path):
     )
     flags[-1] = "70000000"
     assert judge(launch(tmp_path, flags, **case)) == []
+
+
+def test_bytes_of_heads_that_do_not_split_are_unknown(tmp_path):
+    """SGLang stops at 2 KV heads on 3 GPUs by itself; on 4 each GPU keeps a copy of one."""
+    cells = {}
+    for tp in (1, 2, 3, 4):
+        held = memory(launch(tmp_path, [*GOOD, "--tp-size", str(tp)]))
+        cells[tp] = (held.target_cell, held.draft_cell, held.layer_cell, held.cell)
+    assert cells == {
+        1: (576, 256, 512, 832), 2: (288, 128, 256, 416), 3: (None,) * 4, 4: (288, 128, 256, 416),
+    }  # fmt: skip
 
 
 def test_weights_alone_may_exceed_the_budget(tmp_path):

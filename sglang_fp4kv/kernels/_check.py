@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_fp4kv.formats import check_head_dim
+from sglang_fp4kv.formats import check_head_dim, packed_bytes, scale_bytes
 from sglang_fp4kv.kernels._tile import TL_DTYPE
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -39,11 +39,11 @@ def check_pool_side(
         scales = scales.view(torch.uint8)
     if scales.dtype != torch.uint8:
         raise ValueError(f"{name}_scales must be uint8 or float8_e4m3fn, got {scales.dtype}")
-    if codes.ndim != 3 or codes.shape[2] != head_dim // 2:
+    if codes.ndim != 3 or codes.shape[2] != packed_bytes(head_dim):
         raise ValueError(
-            f"{name}_codes must be [slots, kv_heads, {head_dim // 2}], got {tuple(codes.shape)}"
+            f"{name}_codes must be [slots, kv_heads, {packed_bytes(head_dim)}], got {tuple(codes.shape)}"
         )
-    want = (codes.shape[0], codes.shape[1], head_dim // 16)
+    want = (codes.shape[0], codes.shape[1], scale_bytes(head_dim))
     if tuple(scales.shape) != want:
         raise ValueError(f"{name}_scales must be {want}, got {tuple(scales.shape)}")
     if codes.stride(2) != 1 or scales.stride(2) != 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_fp4kv.formats import packed_bytes
 from sglang_fp4kv.kernels._tile import ASM_PURE, ASM_STAGED, PLAIN
 
 SM90_SHARED_BYTES = 232448
@@ -54,7 +55,7 @@ def pow2(n: int) -> int:
 
 def half_width(head_dim: int) -> int:
     """Columns of a half-width tile; a dot needs at least 16."""
-    return max(16, pow2(head_dim // 2))
+    return max(16, pow2(packed_bytes(head_dim)))
 
 
 def code_placement(limits: DeviceLimits, block_m: int) -> int:
@@ -109,7 +110,7 @@ def _decode_tile(head_dim: int, block_m: int, limits: DeviceLimits) -> tuple[int
         return 256, 4, 1
     large = limits.shared_bytes >= SM90_SHARED_BYTES
     half = half_width(head_dim)
-    padded = head_dim // 2 != half
+    padded = packed_bytes(head_dim) != half
     if half > 64:
         stages = 3 if large else 2
         return (64, 4, stages) if block_m <= 32 else (64, 8, stages)
@@ -204,7 +205,7 @@ def plan_extend(head_dim: int, max_rows: int, limits: DeviceLimits) -> ExtendTil
             return ExtendTile(128 if max_rows > 64 else 64, 32, chunk_n, 8, 2)
         if max_rows > 64:
             return ExtendTile(128, 64, 64, 8, 2)
-        warps = 4 if head_dim // 2 == half and half <= 64 else 8
+        warps = 4 if packed_bytes(head_dim) == half and half <= 64 else 8
         return ExtendTile(64, 64, 64, warps, 2)
     if half <= 32:
         return ExtendTile(128 if max_rows > 64 else 64, 64, 64, 8, 2)

@@ -8,9 +8,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang_fp4kv.formats import (
-    BLOCK_SIZE,
     check_global_scale,
     check_head_dim,
+    packed_bytes,
+    scale_bytes,
 )
 from sglang_fp4kv.kernels._encode import (
     block_sources,
@@ -130,8 +131,8 @@ def check_pool(
         )
     slots = codes.shape[0] if codes.ndim else 0
     for label, pool, width in (
-        (f"{name}_codes", codes, head_dim // 2),
-        (f"{name}_scales", scales, head_dim // BLOCK_SIZE),
+        (f"{name}_codes", codes, packed_bytes(head_dim)),
+        (f"{name}_scales", scales, scale_bytes(head_dim)),
     ):
         if pool.shape != (slots, heads, width):
             raise ValueError(
@@ -194,7 +195,7 @@ def launch_writer(kernel, k, v, indices, index_layout, pool, global_scales) -> N
         k_scales=k_scales,
         v_scales=v_scales,
     )
-    blocks_per_row = head_dim // BLOCK_SIZE
+    blocks_per_row = scale_bytes(head_dim)  # a scale is one byte
     total_blocks = tokens * heads * blocks_per_row
     if total_blocks == 0 or k_codes.numel() == 0:
         return

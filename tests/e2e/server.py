@@ -20,12 +20,19 @@ def show_progress(seconds: float, line: str) -> None:
 
 @contextmanager
 def embedded_server(
-    model: Path, *flags: str, log: Path, env: dict[str, str] | None = None
+    model: Path,
+    *flags: str,
+    log: Path,
+    env: dict[str, str] | None = None,
+    ready: str = "/health_generate",
 ) -> Iterator[ServerProcess]:
-    """A ready server for `model`; it and its workers are gone when the block ends."""
+    """A ready server for `model`; it and its workers are gone when the block ends.
+
+    `ready`: the path that is asked until it answers.
+    """
     port = free_port()
     own = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
     argv, environment = launch_command(own, embedded=True, environ={**os.environ, **(env or {})})
     with ServerProcess(argv, environment, log, port) as server:
-        server.wait_ready(START_TIMEOUT_S, show_progress)
+        server.wait_ready(START_TIMEOUT_S, show_progress, path=ready)
         yield server

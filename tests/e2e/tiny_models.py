@@ -12,8 +12,7 @@ DRAFT_LAYERS, BLOCK_SIZE, MASK_TOKEN = 2, 8, 500
 
 def build_target(folder: Path, seed: int = 0) -> Path:
     """Weights are BF16. Embeddings and head are wide, so that logits spread and ties are rare."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -37,6 +36,13 @@ def build_target(folder: Path, seed: int = 0) -> Path:
                 wide = 3.0 if "lm_head" in name else 1.0
                 weight.normal_(0, wide * gain, generator=generator)
     model.to(torch.bfloat16).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     bytes_only = Tokenizer(
         models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
@@ -44,6 +50,35 @@ def build_target(folder: Path, seed: int = 0) -> Path:
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<eos>").save_pretrained(folder)
+
+
+def build_hybrid(folder: Path) -> Path:
+    """A Qwen3-Next config and tokenizer without weights, for --load-format dummy: of four layers the last keeps K
+    and V, the others a recurrent state."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": LAYERS,
+        "full_attention_interval": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": HEAD_DIM,
+        "linear_conv_kernel_dim": 4,
+        "mlp_only_layers": list(range(LAYERS)),
+        "max_position_embeddings": 4096,
+        "vocab_size": VOCAB,
+        "eos_token_id": VOCAB - 1,
+        "dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    _save_tokenizer(folder)
     return folder
 
 

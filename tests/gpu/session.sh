@@ -22,6 +22,7 @@ for name in "$@"; do
     bench) phase bench "$py" tests/bench/run.py --out "$out/h200_bench.json" ;;
     throughput) phase throughput "$py" -m tests.gpu.throughput "$MODEL" "$out/h200_throughput.json" \
       --logs "$out/logs/throughput" ;;
+    plan) phase plan "$py" -m tests.gpu.plan_servers "$out/h200_plan.json" --logs "$out/logs/plan" ;;
     sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ;;
     *) echo "unknown phase $name"; status=2 ;;
   esac

@@ -7,7 +7,10 @@ accept length is at its maximum. The draft model still runs and still writes its
 FP4KV_BLOCK_IN_BF16=1 is the negative control: verify then reads the block's own K and V as computed
 instead of back from the pool.
 
-FP4KV_KV_BUDGET_BYTES=n gives SGLang's sizing n bytes for KV, whatever the machine has free.
+FP4KV_KV_BUDGET_BYTES=n gives SGLang's sizing n bytes for KV, whatever the machine has free; a model with
+recurrent layers first takes its states out of them.
+
+FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CUDA for the current device.
 
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
@@ -48,11 +51,21 @@ def activate():
             HookRegistry.register(f"{WORKER}.{name}", hook, kind)
     budget = os.environ.get("FP4KV_KV_BUDGET_BYTES")
     if budget:
-        HookRegistry.register(BUDGET, lambda *_: int(budget), HookType.REPLACE)
+        HookRegistry.register(BUDGET, functools.partial(_budget, int(budget)), HookType.REPLACE)
+    if os.environ.get("FP4KV_NO_CUDA_DEVICE") == "1":
+        import torch
+
+        torch.cuda.current_device = lambda: "cpu"
     if os.environ.get("FP4KV_BLOCK_IN_BF16") == "1":
         from sglang_fp4kv.attention import TritonAttnBackend
 
         TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
+
+
+def _budget(size, configurator, _pre_model_load_memory):
+    if configurator.mambaish_config is None:
+        return size
+    return int(configurator._handle_max_mamba_cache(size / (1 << 30)) * (1 << 30))
 
 
 class Oracle:

@@ -21,7 +21,7 @@ from sglang_fp4kv.kernels._plan import AttentionPlan, device_limits, plan_attent
 from sglang_fp4kv.kernels.tiled_nvfp4 import launch_tiled
 
 
-def _whole_words(*sides: torch.Tensor) -> bool:
+def whole_words(*sides: torch.Tensor) -> bool:
     """Whether rows begin at multiples of 4 bytes, as the fragment kernels read them."""
     return all(
         x.data_ptr() % 4 == 0 and all(stride % 4 == 0 for stride in x.stride()[:-1]) for x in sides
@@ -118,7 +118,7 @@ def attention_nvfp4(
             head_dim,
             kv_indices.numel(),
             limits,
-            fragments=q.dtype != torch.float32 and _whole_words(*sides),
+            fragments=q.dtype != torch.float32 and whole_words(*sides),
         )
     if plan.work_items < plan.budget + batch:
         raise ValueError(

@@ -1,0 +1,301 @@
+"""Attention over selected positions of a packed pool: only the selected rows are read.
+
+A selection (one query token's positions for one group of KV heads) is read as the dense readers read
+a request: rows of a group's heads lie side by side in a slot, so a slot is one row a group, and what
+is selected becomes the list of these rows. The readers, their splits and their merge stay the same.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_fp4kv.kernels._call import AttentionBuffers, attention_buffers, partial_rows
+from sglang_fp4kv.kernels._check import check_index, check_out, check_pool_side, check_rows
+from sglang_fp4kv.kernels._plan import (
+    AttentionPlan,
+    DeviceLimits,
+    cdiv,
+    device_limits,
+    plan_attention,
+    pow2,
+)
+from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4, whole_words
+
+# Selections of one launch: every program of a reader looks at all of them to find its own.
+MOST_SELECTIONS = 512
+# Fewest tiles of a part: the selections are short and a part costs a row of partial results.
+MIN_TILES = 4
+_BLOCK = 1024  # entries of a program of the translation
+_INT32_MAX = 2**31 - 1
+
+
+@triton.jit(do_not_specialize=["first_token", "selected_len", "q_per_req"])
+def _select_rows_kernel(
+    selected_ptr,
+    kv_indptr_ptr,
+    kv_indices_ptr,
+    rows_ptr,  # int32
+    row_indptr_ptr,  # int32
+    first_token,
+    selected_len,
+    num_slots,
+    q_per_req,
+    GROUPS: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    selection = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = n < selected_len
+    begin = selection * selected_len
+    slot = tl.load(selected_ptr + begin.to(tl.int64) + n, mask=live, other=-1).to(tl.int64)
+    if LISTED:
+        request = (first_token + selection // GROUPS) // q_per_req
+        start = tl.load(kv_indptr_ptr + request).to(tl.int64)
+        length = tl.load(kv_indptr_ptr + request + 1).to(tl.int64) - start
+        there = (slot >= 0) & (slot < length)
+        slot = tl.load(kv_indices_ptr + start + slot, mask=there, other=-1).to(tl.int64)
+    there = (slot >= 0) & (slot < num_slots)
+    row = tl.where(there, slot * GROUPS + selection % GROUPS, -1)
+    tl.store(rows_ptr + begin + n, row.to(tl.int32), mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(row_indptr_ptr + selection, begin)
+        if selection == tl.num_programs(1) - 1:
+            tl.store(row_indptr_ptr + selection + 1, begin + selected_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseBuffers:
+    """What a call leaves on its way. Sized for the largest call; smaller calls use the front."""
+
+    rows: torch.Tensor  # int32, at least selections of a launch * selected
+    row_indptr: torch.Tensor  # int32, at least selections of a launch + 1
+    attention: AttentionBuffers
+
+
+def _tokens_a_launch(tokens: int, groups: int) -> int:
+    return max(1, min(tokens, MOST_SELECTIONS // groups))
+
+
+def plan_sparse(
+    tokens: int,
+    groups: int,
+    selected: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    limits: DeviceLimits,
+    fragments: bool = True,
+) -> AttentionPlan:
+    """The plan of one launch, from shapes alone: plan_attention's with longer parts.
+
+    fragments: whether q and the pool are of a kind that the fragment kernels read.
+    """
+    plan = plan_attention(
+        _tokens_a_launch(tokens, groups) * groups,
+        1,
+        num_q_heads // groups,
+        num_kv_heads // groups,
+        head_dim,
+        selected,
+        limits,
+        fragments,
+    )
+    return dataclasses.replace(plan, min_tiles=max(plan.min_tiles, MIN_TILES))
+
+
+def sparse_buffers(
+    plan: AttentionPlan,
+    tokens: int,
+    groups: int,
+    selected: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> SparseBuffers:
+    """Allocate what calls of these shapes need, for instance before CUDA-graph capture."""
+    selections = _tokens_a_launch(tokens, groups) * groups
+    parts = partial_rows(plan, 1, num_q_heads // groups, num_kv_heads // groups)
+    return SparseBuffers(
+        rows=torch.empty(selections * selected, dtype=torch.int32, device=device),
+        row_indptr=torch.empty(selections + 1, dtype=torch.int32, device=device),
+        attention=attention_buffers(parts, selections, head_dim, device),
+    )
+
+
+def _check_selected(selected: torch.Tensor, tokens: int, num_kv_heads: int) -> tuple[int, int]:
+    """Groups and selected entries of ``selected``; ValueError unless it fits q and the pool."""
+    if selected.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"selected must be int32 or int64, got {selected.dtype}")
+    if selected.ndim != 3 or selected.shape[0] != tokens or not selected.is_contiguous():
+        raise ValueError(
+            f"selected must be contiguous [{tokens}, groups, positions], "
+            f"got {tuple(selected.shape)} with strides {selected.stride()}"
+        )
+    groups, entries = selected.shape[1:]
+    if groups == 0 or num_kv_heads % groups:
+        raise ValueError(
+            f"selected must have a number of groups that divides the {num_kv_heads} KV heads, "
+            f"got {groups}"
+        )
+    if _tokens_a_launch(tokens, groups) * groups * entries > _INT32_MAX:
+        raise ValueError(f"selected must have fewer positions a group, got {entries}")
+    return groups, entries
+
+
+def _check_lists(
+    kv_indptr: torch.Tensor | None,
+    kv_indices: torch.Tensor | None,
+    q_per_req: int,
+    tokens: int,
+) -> None:
+    if q_per_req < 1 or tokens % q_per_req:
+        raise ValueError(f"q_per_req must divide the {tokens} rows of q, got {q_per_req}")
+    if (kv_indptr is None) != (kv_indices is None):
+        missing = "kv_indptr" if kv_indptr is None else "kv_indices"
+        raise ValueError(f"kv_indptr and kv_indices go together, got None for {missing}")
+    if kv_indptr is not None:
+        check_index("kv_indptr", kv_indptr, at_least=tokens // q_per_req + 1)
+        check_index("kv_indices", kv_indices)
+
+
+def _by_group(name: str, side: torch.Tensor, groups: int) -> torch.Tensor:
+    """[S, H, W] as rows of a group's heads, [S * groups, H / groups, W]."""
+    if groups > 1 and side.stride(0) != side.shape[1] * side.stride(1):
+        raise ValueError(
+            f"{name} must have slots and their heads side by side for {groups} groups, "
+            f"got strides {side.stride()}"
+        )
+    return side.unflatten(1, (groups, -1)).flatten(0, 1)
+
+
+def sparse_nvfp4(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scales: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scales: torch.Tensor,
+    out: torch.Tensor,
+    selected: torch.Tensor,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    *,
+    q_per_req: int = 1,
+    k_global_scale: float,
+    v_global_scale: float,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+    plan: AttentionPlan | None = None,
+    buffers: SparseBuffers | None = None,
+) -> torch.Tensor:
+    """Attend from every query token to the positions selected for it; out is overwritten.
+
+    Sizes: T query tokens, Hq query heads, H KV heads, D head dim, S slots, B = T / q_per_req requests
+      q, out             [T, Hq, D]      bf16 | fp16 | fp32   out contiguous; q copied where it is not
+      k_codes, v_codes   [S, H, D//2]    uint8                slots, heads side by side where G > 1
+      k_scales, v_scales [S, H, D//16]   uint8 | float8_e4m3  no sign bit, not NaN in selected slots
+      selected           [T, G, K]       int32 | int64        contiguous; G divides H: group g selects
+        for KV heads g * H/G to (g+1) * H/G - 1 and their query heads. G = H: each head its own
+      kv_indptr          [>= B+1]        int32 | int64        with kv_indices, as attention_nvfp4 has
+      kv_indices         [>= kv_indptr[B]] int32 | int64      them: ``selected`` holds positions in
+        token t's request t // q_per_req. Without both it holds slots
+    Selections: in any order. An entry below 0, at or past the request's length, or whose slot is not
+      in the pool is no key: -1 fills a selection up. One that is named twice counts twice. A selection
+      without a key gives zeros. What a token may see is the selector's to decide: no causal mask here
+    Kernels: one that turns selections into lists, then those of attention_nvfp4, for every
+      MOST_SELECTIONS selections. Slots not selected are never read
+    Numerics: as attention_nvfp4
+    Runs on: sm_80; CUDA-graph safe: yes, splits depend on shapes alone; allocates unless buffers
+      are passed
+    Raises: ValueError for shapes, dtypes and strides that do not fit (the message names the value)
+    Reference: tests/reference_attention.py over codec.decode of the selected slots
+    """
+    check_rows("q", q)
+    check_out(out, q)
+    tokens, num_q_heads, head_dim = q.shape
+    k_scales = check_pool_side("k", k_codes, k_scales, num_q_heads, head_dim)
+    v_scales = check_pool_side("v", v_codes, v_scales, num_q_heads, head_dim)
+    if v_codes.shape[:2] != k_codes.shape[:2]:
+        raise ValueError(
+            f"v_codes must have {k_codes.shape[0]} slots and {k_codes.shape[1]} heads, "
+            f"got {tuple(v_codes.shape)}"
+        )
+    num_slots, num_kv_heads = k_codes.shape[:2]
+    groups, entries = _check_selected(selected, tokens, num_kv_heads)
+    _check_lists(kv_indptr, kv_indices, q_per_req, tokens)
+    if num_slots * groups > _INT32_MAX:
+        raise ValueError(f"k_codes must have fewer slots for {groups} groups, got {num_slots}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+    sides = tuple(
+        _by_group(name, side, groups)
+        for name, side in zip(
+            ("k_codes", "k_scales", "v_codes", "v_scales"),
+            (k_codes, k_scales, v_codes, v_scales),
+            strict=True,
+        )
+    )
+    if tokens == 0:
+        return out
+    if num_slots == 0:  # nothing can be selected, and there is no slot to stand in for none
+        return out.zero_()
+
+    limits = device_limits(q.device)
+    if plan is None:
+        plan = plan_sparse(
+            tokens,
+            groups,
+            entries,
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            limits,
+            fragments=q.dtype != torch.float32 and whole_words(*sides),
+        )
+    step = _tokens_a_launch(tokens, groups)
+    if buffers is None:
+        buffers = sparse_buffers(
+            plan, tokens, groups, entries, num_q_heads, num_kv_heads, head_dim, q.device
+        )
+    else:
+        for name, numel in (("rows", step * groups * entries), ("row_indptr", step * groups + 1)):
+            check_index(f"buffers.{name}", getattr(buffers, name), at_least=numel)
+    q, by_group = (x.reshape(tokens * groups, num_q_heads // groups, head_dim) for x in (q, out))
+    for first in range(0, tokens, step):
+        count = min(step, tokens - first) * groups
+        rows = slice(first * groups, first * groups + count)
+        block = min(pow2(entries), 4096 if limits.interpreter else _BLOCK)
+        _select_rows_kernel[(max(1, cdiv(entries, block)), count)](
+            selected.flatten(0, 1)[rows],
+            selected if kv_indptr is None else kv_indptr,
+            selected if kv_indices is None else kv_indices,
+            buffers.rows,
+            buffers.row_indptr,
+            first,
+            entries,
+            num_slots,
+            q_per_req,
+            GROUPS=groups,
+            LISTED=kv_indptr is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+        attention_nvfp4(
+            q[rows],
+            *sides,
+            by_group[rows],
+            buffers.row_indptr,
+            buffers.rows,
+            q_per_req=1,
+            k_global_scale=k_global_scale,
+            v_global_scale=v_global_scale,
+            sm_scale=sm_scale,
+            logit_cap=logit_cap,
+            causal=False,
+            plan=plan,
+            buffers=buffers.attention,
+        )
+    return out

@@ -47,7 +47,8 @@ class PackedCache:
     A slot holds a token from its write to its free; writing to a slot that holds one replaces it. Free
     gives slots back, and a block whose slots are all free is in free_blocks; the bytes stay until the
     next write. In every method SKIP (-1) as a slot means: leave this row out.
-    Every method of the checked interface (write, read, copy, free) raises before it changes anything.
+    Every method of the checked interface (write, mark_written, read, copy, free) raises before it
+    changes anything.
     Numerics: as codec.encode and codec.decode. The global scales are fixed for the cache's life: another
       one would change what the old bytes mean
     Runs on: sm_80, or device "cpu" under TRITON_INTERPRET=1; CUDA-graph safe: no, and refused
@@ -148,6 +149,15 @@ class PackedCache:
             self.v_global_scale,
         )
         self._held[host[written]] = True
+
+    def mark_written(self, slots: torch.Tensor) -> None:
+        """Say that slots [N] int64 hold tokens, which a kernel below the checked interface wrote.
+
+        Raises: ValueError for slots that are not in the cache; RuntimeError during CUDA-graph capture
+        """
+        self._refuse_capture("mark_written")
+        host = self._checked("slots", slots)
+        self._held[host[host != SKIP]] = True
 
     def read(
         self, slots: torch.Tensor, dtype: torch.dtype = torch.bfloat16

@@ -128,6 +128,21 @@ def test_copy_moves_codes_and_scales(device):
     assert_reads(cache, torch.arange(40, 44), k[2:].expand(4, -1, -1), v[2:].expand(4, -1, -1))
 
 
+def test_slots_written_by_a_kernel_below_are_marked(device):
+    cache = make_cache(device)
+    k, v = tokens(3, device)
+    slots = torch.tensor([63, -1, 20])
+    store_nvfp4(
+        k, v, slots.to(device), cache.k_codes, cache.v_codes, cache.k_scales, cache.v_scales,
+        **cache.global_scales,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="got slot 63 at 0, which was never written"):
+        cache.read(slots)
+    cache.mark_written(slots)
+    assert_reads(cache, slots[::2], k[::2], v[::2])
+    assert cache.free_blocks == [0, 2]
+
+
 def test_blocks_and_their_slots(device):
     cache = make_cache(device, blocks=3, page_size=5)
     assert cache.slots == 15 and cache.block_slots(2).tolist() == [10, 11, 12, 13, 14]
@@ -218,6 +233,7 @@ REFUSED_OTHERS = {
     r"source must be 0 to 63, or -1 to skip, got -3 at 0": lambda c: c.copy(
         torch.tensor([-3]), torch.tensor([9])
     ),
+    r"slots must be 0 to 63, or -1 to skip, got 65 at 1": lambda c: c.mark_written(torch.tensor([9, 65])),
     r"slots must hold a token, got slot 9 at 2": lambda c: c.free(torch.tensor([5, 6, 9])),
     r"slots must be distinct, got slot 6 at \[1, 2\]": lambda c: c.free(torch.tensor([5, 6, 6])),
 }  # fmt: skip
@@ -266,6 +282,7 @@ CALLS = {
     "read": lambda c, k, v, slots: c.read(slots),
     "copy": lambda c, k, v, slots: c.copy(slots, slots + 8),
     "free": lambda c, k, v, slots: c.free(slots),
+    "mark_written": lambda c, k, v, slots: c.mark_written(slots),
 }
 
 
@@ -287,15 +304,15 @@ def test_capture_is_refused_and_the_kernels_under_it_are_not(device, method):
         )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(cache.sides, before, strict=True))
     graph.replay()
-    for side in cache.sides:
-        assert torch.equal(side[20:23], side[:3]) and (side[:3] != 0).any()
+    cache.mark_written(slots + 20)
+    assert_reads(cache, slots + 20, k, v)
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_capture_is_refused_by_what_the_device_says(monkeypatch, method):
+def test_capture_is_refused_by_what_the_device_says(device, monkeypatch, method):
     """The same refusal without a GPU: torch's answers are replaced, the cache is not."""
-    cache = make_cache("cpu")
-    k, v = tokens(3, "cpu")
+    cache = make_cache(device)
+    k, v = tokens(3, device)
     cache.write(k, v, torch.arange(3))
     before = [side.clone() for side in cache.sides]
     cache.device = torch.device("cuda")

@@ -30,7 +30,6 @@ from timing import DEVICE, ROTATE_BYTES, copy_bandwidth, failure, timed  # noqa:
 from launcher.demo import commit, gpu_name  # noqa: E402
 from launcher.probe import installed_versions  # noqa: E402
 from sglang_fp4kv import formats  # noqa: E402
-from sglang_fp4kv.kernels import sparse_nvfp4 as module  # noqa: E402
 from sglang_fp4kv.kernels._plan import device_limits  # noqa: E402
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4  # noqa: E402
 from sglang_fp4kv.kernels.sparse_nvfp4 import plan_sparse, sparse_buffers, sparse_nvfp4  # noqa: E402

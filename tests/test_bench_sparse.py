@@ -26,11 +26,11 @@ def test_what_is_timed_is_checked(device, monkeypatch):
     x = bench_sparse.SparseInputs(SMALL, entries=40)
     assert x.turns > 1 and x.selected.shape == (x.turns, 2, 2, 40)
     assert x.selected_bytes * 100 == x.kv_bytes * 40
-    call, alone = bench_sparse.ours(x), bench_sparse.reader_alone(x)
+    call, over_lists = bench_sparse.ours(x), bench_sparse.over_lists(x)
     for turn in (0, x.turns - 1):
         out = call(turn).clone()
         assert max(bench_sparse.check(x, out, turn)) <= 2
-        assert torch.equal(alone(turn), out)
+        assert torch.equal(over_lists(turn), out)
         with pytest.raises(AssertionError):
             bench_sparse.check(x, out, turn ^ 1)
 

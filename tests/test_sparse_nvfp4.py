@@ -297,7 +297,9 @@ def test_strides_and_float8_scales(device):
 
 
 @pytest.mark.interpreter
-def test_buffers_may_be_larger_and_must_not_be_smaller(device):
+def test_buffers_may_be_larger_and_must_not_be_smaller(device, monkeypatch):
+    """With lists of rows, as readers have them that find no rows themselves."""
+    monkeypatch.setattr(module, "finds_rows", lambda plan: False)
     case = make_case(device, 64, 2, 3, (300, 200), entries=150)
     expect = case.run()
     plan = module.plan_sparse(2, 2, 150, 6, 2, 64, device_limits(device))
@@ -311,6 +313,49 @@ def test_buffers_may_be_larger_and_must_not_be_smaller(device):
     small = replace(buffers, row_indptr=buffers.row_indptr[:4])
     with pytest.raises(ValueError, match=r"buffers\.row_indptr must have at least 5 .* got 4"):
         case.run(plan=plan, buffers=small)
+
+
+@pytest.mark.interpreter
+def test_own_buffers_and_plan_are_checked(device):
+    case = make_case(device, 64, 2, 3, (300, 200), entries=150)
+    plan = module.plan_sparse(2, 2, 150, 6, 2, 64, device_limits(device))
+    buffers = sparse_buffers(plan, 2, 2, 150, 6, 2, 64, device)
+    assert torch.equal(case.run(plan=plan, buffers=buffers), case.run())
+    few = replace(buffers.attention, acc=buffers.attention.acc[:64])
+    with pytest.raises(ValueError, match=r"buffers\.acc must be contiguous .* got torch.float32 with 64"):
+        case.run(plan=plan, buffers=replace(buffers, attention=few))
+    with pytest.raises(ValueError, match=r"plan.work_items must be at least budget \+ batch = .* got 3"):
+        case.run(plan=replace(plan, work_items=3), buffers=buffers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, group", [(64, 3), (128, 4), (256, 6)])
+@pytest.mark.parametrize("lists", [True, False])
+def test_finding_rows_in_the_reader_equals_lists_of_rows(device, monkeypatch, head_dim, group, lists):
+    """The same splits over the same rows: bit for bit, junk among the positions, several launches."""
+    case = make_case(device, head_dim, 4, group, (700, 90, 3000), entries=600, q_per_req=2, page_size=16)
+    g = torch.Generator().manual_seed(5)
+    case.selected[case.selected < 0] = -7
+    some = torch.rand(case.selected.shape, generator=g) < 0.1
+    case.selected[some] = torch.randint(-100, 5000, (int(some.sum()),), generator=g)
+    if not lists:  # slots in place of positions: every slot has an owner
+        case.selected %= sum(len(s) for s in case.slots)
+        free = case.pool.k_scales >= 0x7F
+        for scales in case.pool.sides[1::2]:
+            scales[free] = 0
+    for index_dtype in (torch.int32, torch.int64):
+        case.selected = case.selected.to(index_dtype)
+        found = case.run(lists=lists)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "finds_rows", lambda plan: False)
+            assert torch.equal(case.run(lists=lists), found)
+            patch.setattr(module, "MOST_SELECTIONS", 8)
+            several = case.run(lists=lists)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "MOST_SELECTIONS", 8)
+            assert torch.equal(case.run(lists=lists), several)
+    if lists:
+        case.check(found)
 
 
 BAD = {

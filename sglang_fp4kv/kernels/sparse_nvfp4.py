@@ -2,7 +2,8 @@
 
 A selection (one query token's positions for one group of KV heads) is read as the dense readers read
 a request: rows of a group's heads lie side by side in a slot, so a slot is one row a group, and what
-is selected becomes the list of these rows. The readers, their splits and their merge stay the same.
+is selected is a list of these rows. decode_fragments finds the rows itself; for the other readers a kernel
+here writes the lists. The readers, their splits and their merge stay the same.
 """
 
 import dataclasses
@@ -11,8 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_fp4kv.kernels._call import AttentionBuffers, attention_buffers, partial_rows
-from sglang_fp4kv.kernels._check import check_index, check_out, check_pool_side, check_rows
+from sglang_fp4kv.formats import check_global_scale
+from sglang_fp4kv.kernels._call import (
+    AttentionBuffers,
+    AttentionCall,
+    attention_buffers,
+    check_plan,
+    partial_rows,
+)
+from sglang_fp4kv.kernels._check import (
+    check_index,
+    check_logit_cap,
+    check_out,
+    check_pool_side,
+    check_rows,
+)
 from sglang_fp4kv.kernels._plan import (
     AttentionPlan,
     DeviceLimits,
@@ -70,9 +84,14 @@ def _select_rows_kernel(
 class SparseBuffers:
     """What a call leaves on its way. Sized for the largest call; smaller calls use the front."""
 
-    rows: torch.Tensor  # int32, at least selections of a launch * selected
-    row_indptr: torch.Tensor  # int32, at least selections of a launch + 1
+    rows: torch.Tensor  # int32, at least selections of a launch * selected; unused by decode_fragments
+    row_indptr: torch.Tensor  # int32, at least selections of a launch + 1; the same
     attention: AttentionBuffers
+
+
+def finds_rows(plan: AttentionPlan) -> bool:
+    """Whether the plan's kernel takes positions; the others take lists of rows."""
+    return plan.kind == "decode"
 
 
 def _tokens_a_launch(tokens: int, groups: int) -> int:
@@ -119,9 +138,10 @@ def sparse_buffers(
     """Allocate what calls of these shapes need, for instance before CUDA-graph capture."""
     selections = _tokens_a_launch(tokens, groups) * groups
     parts = partial_rows(plan, 1, num_q_heads // groups, num_kv_heads // groups)
+    rows, indptr = (0, 0) if finds_rows(plan) else (selections * selected, selections + 1)
     return SparseBuffers(
-        rows=torch.empty(selections * selected, dtype=torch.int32, device=device),
-        row_indptr=torch.empty(selections + 1, dtype=torch.int32, device=device),
+        rows=torch.empty(rows, dtype=torch.int32, device=device),
+        row_indptr=torch.empty(indptr, dtype=torch.int32, device=device),
         attention=attention_buffers(parts, selections, head_dim, device),
     )
 
@@ -172,6 +192,100 @@ def _by_group(name: str, side: torch.Tensor, groups: int) -> torch.Tensor:
     return side.unflatten(1, (groups, -1)).flatten(0, 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One launch's selections: what every reader of them is called with."""
+
+    q: torch.Tensor  # [selections, query heads of a group, D]
+    sides: tuple[torch.Tensor, ...]  # rows of a group's heads
+    out: torch.Tensor
+    selected: torch.Tensor  # [selections, entries]
+    lists: tuple[torch.Tensor, torch.Tensor] | None  # kv_indptr, kv_indices
+    first_token: int
+    groups: int
+    q_per_req: int
+    scales: dict  # k_global_scale, v_global_scale, sm_scale
+    logit_cap: float
+
+    @property
+    def entries(self) -> int:
+        return self.selected.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.sides[0].shape[0] // self.groups
+
+
+def _read_positions(x: _Launch, plan: AttentionPlan, buffers: AttentionBuffers, limits) -> None:
+    """decode_fragments, which finds the rows itself."""
+    # Imported where a GPU runs it: Gluon has no interpreter.
+    from sglang_fp4kv.kernels._selection import Selection
+    from sglang_fp4kv.kernels.fragments_nvfp4 import launch_fragments
+
+    selections, heads, head_dim = x.q.shape
+    check_plan(plan, buffers, selections, 1, heads, x.sides[0].shape[1], head_dim)
+    nothing = x.selected  # harmless to point at
+    indptr, indices = x.lists or (nothing, nothing)
+    call = AttentionCall(
+        q=x.q,
+        out=x.out,
+        sides=x.sides,
+        lists=(indptr, indices, x.selected, x.sides[0], nothing, nothing),
+        visibility={
+            "HAS_BLOCK": False,
+            "USE_MASK": False,
+            "HAS_OFFSETS": False,
+            "CAUSAL": False,
+            "WINDOW": 0,
+            "LOGIT_CAP": float(x.logit_cap),
+        },
+        batch=selections,
+        q_per_req=1,
+        **x.scales,
+    )
+    selection = Selection(
+        x.first_token, x.entries, x.num_slots, x.q_per_req, x.groups, x.lists is not None
+    )
+    launch_fragments(call, plan, buffers, limits, selection)
+
+
+def _read_lists(x: _Launch, plan: AttentionPlan, buffers: SparseBuffers, limits) -> None:
+    """Any reader, over lists of rows that are written first."""
+    selections = x.q.shape[0]
+    check_index("buffers.rows", buffers.rows, at_least=selections * x.entries)
+    check_index("buffers.row_indptr", buffers.row_indptr, at_least=selections + 1)
+    block = min(pow2(x.entries), 4096 if limits.interpreter else _BLOCK)
+    indptr, indices = x.lists or (x.selected, x.selected)
+    _select_rows_kernel[(cdiv(x.entries, block), selections)](
+        x.selected,
+        indptr,
+        indices,
+        buffers.rows,
+        buffers.row_indptr,
+        x.first_token,
+        x.entries,
+        x.num_slots,
+        x.q_per_req,
+        GROUPS=x.groups,
+        LISTED=x.lists is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+    attention_nvfp4(
+        x.q,
+        *x.sides,
+        x.out,
+        buffers.row_indptr,
+        buffers.rows,
+        q_per_req=1,
+        **x.scales,
+        logit_cap=x.logit_cap,
+        causal=False,
+        plan=plan,
+        buffers=buffers.attention,
+    )
+
+
 def sparse_nvfp4(
     q: torch.Tensor,
     k_codes: torch.Tensor,
@@ -205,8 +319,9 @@ def sparse_nvfp4(
     Selections: in any order. An entry below 0, at or past the request's length, or whose slot is not
       in the pool is no key: -1 fills a selection up. One that is named twice counts twice. A selection
       without a key gives zeros. What a token may see is the selector's to decide: no causal mask here
-    Kernels: one that turns selections into lists, then those of attention_nvfp4, for every
-      MOST_SELECTIONS selections. Slots not selected are never read
+    Kernels: for up to 8 query heads a KV head (16-bit q, head dim 64, 128 or 256, whole-word pools)
+      decode_fragments and its merge; for the rest one that writes lists of rows, then those of
+      attention_nvfp4. Once for every MOST_SELECTIONS selections. Slots not selected are never read
     Numerics: as attention_nvfp4
     Runs on: sm_80; CUDA-graph safe: yes, splits depend on shapes alone; allocates unless buffers
       are passed
@@ -238,64 +353,43 @@ def sparse_nvfp4(
             strict=True,
         )
     )
+    scales = {
+        "k_global_scale": check_global_scale(k_global_scale),
+        "v_global_scale": check_global_scale(v_global_scale),
+        "sm_scale": sm_scale,
+    }
+    check_logit_cap(logit_cap)
     if tokens == 0:
         return out
-    if num_slots == 0:  # nothing can be selected, and there is no slot to stand in for none
+    if num_slots == 0 or entries == 0:  # nothing is selected, and no slot could stand in for none
         return out.zero_()
 
     limits = device_limits(q.device)
+    sizes = tokens, groups, entries, num_q_heads, num_kv_heads, head_dim
     if plan is None:
-        plan = plan_sparse(
-            tokens,
-            groups,
-            entries,
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            limits,
-            fragments=q.dtype != torch.float32 and whole_words(*sides),
-        )
-    step = _tokens_a_launch(tokens, groups)
+        fragments = q.dtype != torch.float32 and whole_words(*sides)
+        plan = plan_sparse(*sizes, limits, fragments)
     if buffers is None:
-        buffers = sparse_buffers(
-            plan, tokens, groups, entries, num_q_heads, num_kv_heads, head_dim, q.device
-        )
-    else:
-        for name, numel in (("rows", step * groups * entries), ("row_indptr", step * groups + 1)):
-            check_index(f"buffers.{name}", getattr(buffers, name), at_least=numel)
+        buffers = sparse_buffers(plan, *sizes, q.device)
     q, by_group = (x.reshape(tokens * groups, num_q_heads // groups, head_dim) for x in (q, out))
+    selected = selected.flatten(0, 1)
+    step = _tokens_a_launch(tokens, groups)
     for first in range(0, tokens, step):
-        count = min(step, tokens - first) * groups
-        rows = slice(first * groups, first * groups + count)
-        block = min(pow2(entries), 4096 if limits.interpreter else _BLOCK)
-        _select_rows_kernel[(max(1, cdiv(entries, block)), count)](
-            selected.flatten(0, 1)[rows],
-            selected if kv_indptr is None else kv_indptr,
-            selected if kv_indices is None else kv_indices,
-            buffers.rows,
-            buffers.row_indptr,
-            first,
-            entries,
-            num_slots,
-            q_per_req,
-            GROUPS=groups,
-            LISTED=kv_indptr is not None,
-            BLOCK=block,
-            num_warps=4,
-        )
-        attention_nvfp4(
-            q[rows],
-            *sides,
-            by_group[rows],
-            buffers.row_indptr,
-            buffers.rows,
-            q_per_req=1,
-            k_global_scale=k_global_scale,
-            v_global_scale=v_global_scale,
-            sm_scale=sm_scale,
+        own = slice(first * groups, min(first + step, tokens) * groups)
+        launch = _Launch(
+            q=q[own],
+            sides=sides,
+            out=by_group[own],
+            selected=selected[own],
+            lists=None if kv_indptr is None else (kv_indptr, kv_indices),
+            first_token=first,
+            groups=groups,
+            q_per_req=q_per_req,
+            scales=scales,
             logit_cap=logit_cap,
-            causal=False,
-            plan=plan,
-            buffers=buffers.attention,
         )
+        if finds_rows(plan):
+            _read_positions(launch, plan, buffers.attention, limits)
+        else:
+            _read_lists(launch, plan, buffers, limits)
     return out

@@ -4,9 +4,9 @@
     python tests/bench/run.py --ops sparse                        the rows alone
 
 Compared as bandwidth: bytes of packed rows read over p50, of `ours` (2,048 positions of each head),
-of `dense` (all 64k) and of `dense_selected` (2,048 positions side by side, so the same bytes). `reader`
-is ours without the translation of positions, which a selector could do itself. Results are checked
-against the tests' reference before they are timed. Exit codes: 0 done, 1 a check failed or there is
+of `dense` (all 64k) and of `dense_selected` (2,048 positions side by side, so the same bytes). `lists`
+is the dense reader over lists of the same rows, made beforehand: what finding them costs is the difference.
+Results are checked against the tests' reference before they are timed. Exit codes: 0 done, 1 a check failed or there is
 no GPU, 2 bad usage.
 """
 
@@ -84,15 +84,15 @@ def ours(x: SparseInputs, plan=None):
     return call
 
 
-def reader_alone(x: SparseInputs):
-    """The dense reader over the lists that the translation leaves, made once for each turn."""
+def over_lists(x: SparseInputs):
+    """The dense reader over lists of the selected rows, made once for each turn; bit for bit ours."""
     shape = x.shape
     (plan, sizes), heads = x.plan(), shape.kv_heads
-    lists = []
+    rows_of_turns = []
     for i in range(x.turns):
         slots = x.prefix[i % x.copies].view(shape.requests, 1, -1).expand(-1, heads, -1)
         rows = slots.gather(2, x.selected[i].long()) * heads
-        lists.append((rows + torch.arange(heads, device=DEVICE)[:, None]).int().flatten())
+        rows_of_turns.append((rows + torch.arange(heads, device=DEVICE)[:, None]).int().flatten())
     step = torch.arange(shape.requests * heads + 1, device=DEVICE, dtype=torch.int32)
     indptr = step * x.selected.shape[-1]
     sides = [side.view(-1, 1, side.shape[-1]) for side in x.pool.sides]
@@ -101,7 +101,7 @@ def reader_alone(x: SparseInputs):
 
     def call(i):
         attention_nvfp4(
-            q, *sides, out, indptr, lists[i], q_per_req=1, sm_scale=x.sm_scale, causal=False,
+            q, *sides, out, indptr, rows_of_turns[i], q_per_req=1, sm_scale=x.sm_scale, causal=False,
             plan=plan, buffers=buffers, **x.pool.scales,
         )  # fmt: skip
         return out.view(x.q.shape)
@@ -132,13 +132,13 @@ def with_bandwidth(times: dict, moved: int) -> dict:
 
 
 def run_shape(shape: Shape, seconds: float, sweep: bool = False) -> dict:
-    """One row: the sparse reader, its reader alone, the dense reader over 64k and over 2,048."""
+    """One row: the sparse reader, the dense one over lists of its rows, over 64k and over 2,048."""
     x = SparseInputs(shape)
     call = ours(x)
     ratios = check(x, call(0).clone())
     entry = with_bandwidth(timed(call, x.turns, seconds), x.selected_bytes)
-    alone = reader_alone(x)
-    assert torch.equal(alone(0), call(0)), "the reader alone computes something else"
+    lists = over_lists(x)
+    assert torch.equal(lists(0), call(0)), "the same rows give something else as lists"
     row = {
         "shape": f"{SELECTED} of {shape}",
         **dataclasses.asdict(shape),
@@ -148,7 +148,7 @@ def run_shape(shape: Shape, seconds: float, sweep: bool = False) -> dict:
         "error_over_bf16_attention": round(max(ratios), 3),
         "plan": dataclasses.asdict(x.plan()[0]),
         "ours": entry,
-        "reader": with_bandwidth(timed(alone, x.turns, seconds), x.selected_bytes),
+        "lists": with_bandwidth(timed(lists, x.turns, seconds), x.selected_bytes),
         "dense": with_bandwidth(timed(bench_attention.ours(x), x.copies, seconds), x.kv_bytes),
     }
     if sweep:
@@ -156,7 +156,7 @@ def run_shape(shape: Shape, seconds: float, sweep: bool = False) -> dict:
             tiles: timed(ours(x, dataclasses.replace(x.plan()[0], min_tiles=tiles)), x.turns, seconds)
             for tiles in FEWEST_TILES
         }
-    del x, call, alone
+    del x, call, lists
     torch.cuda.empty_cache()
     short = Inputs(dataclasses.replace(shape, context=SELECTED))
     row["dense_selected"] = with_bandwidth(

@@ -20,7 +20,7 @@ for name in "$@"; do
       tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs "$out/logs/smollm2" ;;
     cache) FP4KV_REQUIRE_GPU=1 phase cache "$py" -m pytest -m "gpu or interpreter" -n 8 --timeout 250 \
       tests/test_paged.py tests/test_sparse_nvfp4.py tests/test_boundary_reads.py tests/test_boundary_writes.py \
-      tests/test_independent_decoder.py tests/test_bench_sparse.py tests/test_sanitize.py \
+      tests/test_independent_decoder.py tests/test_selection.py tests/test_bench_sparse.py tests/test_sanitize.py \
       2>&1 | tee "$out/cache.log" | tail -40
       phase pools "$py" tests/gpu/pool_report.py "$out/h200_pools.json"
       phase sparse "$py" tests/bench/bench_sparse.py --out "$out/h200_sparse.json" ;;

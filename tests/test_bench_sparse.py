@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "tests" / "bench"))
 
 import bench_attention  # noqa: E402
 import bench_sparse  # noqa: E402
+import readme_table  # noqa: E402
 import run  # noqa: E402
 from bench_attention import Shape  # noqa: E402
 
@@ -60,6 +61,26 @@ def test_a_failed_row_is_told(monkeypatch):
     rows = list(bench_sparse.rows(0.1))
     assert len(rows) == len(bench_sparse.SHAPES)
     assert [row["error"] for row in rows if "error" in row] == ["AssertionError: wrong result"]
+
+
+def test_the_readme_table():
+    speed = bench_sparse.with_bandwidth
+    row = {
+        "requests": 8,
+        "ours": speed({"p50_us": 12.5}, 18_874_368),
+        "dense": speed({"p50_us": 227.0}, 603_979_776),
+        "dense_selected": speed({"p50_us": 11.0}, 18_874_368),
+    }
+    row |= bench_sparse.judged(row)
+    result = {
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "sglang": "0.5.23", "flashinfer-python": "0.7.2"},
+        "gpu": "NVIDIA H200",
+        "date": "2026-01-02",
+        "rows": [row, {"shape": "2048 of x", "error": "AssertionError: wrong"}],
+    }
+    text = "\n".join(readme_table.sparse_block(result))
+    assert "| 8 | **12.5 (1.51)** | 227 (2.66) | 11.0 (1.72) | 0.57 | 0.88 | met |" in text
+    assert "Failed: 2048 of x: AssertionError: wrong" in text and "h200_sparse.json" in text
 
 
 def test_ops_of_a_run():

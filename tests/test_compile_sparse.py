@@ -26,6 +26,7 @@ SELECTED = 2048
 def launches(arch: int):
     """(kernel, constexprs, argument types, warps, aligned arguments, row of the table)."""
     from sglang_fp4kv.kernels import fragments_nvfp4 as fragments
+    from sglang_fp4kv.kernels import select_rows as lists
     from sglang_fp4kv.kernels import sparse_nvfp4 as sparse
     from sglang_fp4kv.kernels._selection import Selection
 
@@ -47,8 +48,8 @@ def launches(arch: int):
             aligned = _aligned(kernel, plan.kind, head_dim, 1)
             yield kernel, constexprs, types, plan.num_warps, aligned, row | {"listed": listed}
 
-            kernel = sparse._select_rows_kernel
-            constexprs = {"GROUPS": kv_heads, "LISTED": listed, "BLOCK": sparse._BLOCK}
+            kernel = lists._select_rows_kernel
+            constexprs = {"GROUPS": kv_heads, "LISTED": listed, "BLOCK": lists._BLOCK}
             types = {n: "*i32" if n.endswith("_ptr") else "i32" for n in kernel.arg_names}
             types |= {"selected_ptr": index, "kv_indices_ptr": "*i64"}
             types = {name: kind for name, kind in types.items() if name not in constexprs}

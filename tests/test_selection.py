@@ -8,7 +8,7 @@ import torch
 from test_sparse_nvfp4 import make_case
 
 from sglang_fp4kv.kernels import _selection as selection
-from sglang_fp4kv.kernels.sparse_nvfp4 import _select_rows_kernel
+from sglang_fp4kv.kernels.select_rows import select_rows
 
 
 class Values(np.ndarray):
@@ -97,10 +97,10 @@ def test_rows_are_those_of_the_lists(device, groups, listed):
     flat = torch.where(torch.rand(junk.shape, generator=g) < 0.5, junk, case.selected).flatten(0, 1)
     rows = torch.full(flat.shape, 99, dtype=torch.int32, device=device)
     indptr = torch.zeros(len(flat) + 1, dtype=torch.int32, device=device)
-    given = (flat, torch.from_numpy(lengths), torch.from_numpy(indices))
-    _select_rows_kernel[(1, len(flat))](
-        *(x.to(device) for x in given), rows, indptr, 0, entries, num_slots, 3,
-        GROUPS=groups, LISTED=listed, BLOCK=64,
+    lists = tuple(torch.from_numpy(x).to(device) for x in (lengths, indices)) if listed else None
+    select_rows(
+        flat.to(device), lists, rows.view(-1), indptr, first_token=0, groups=groups, q_per_req=3,
+        num_slots=num_slots,
     )  # fmt: skip
     assert indptr.tolist() == [i * entries for i in range(len(flat) + 1)]
     positions_of, rows_of = in_numpy(selection.load_positions), in_numpy(selection.rows_of)

@@ -2,15 +2,13 @@
 
 A selection (one query token's positions for one group of KV heads) is read as the dense readers read
 a request: rows of a group's heads lie side by side in a slot, so a slot is one row a group, and what
-is selected is a list of these rows. decode_fragments finds the rows itself; for the other readers a kernel
-here writes the lists. The readers, their splits and their merge stay the same.
+is selected is a list of these rows. decode_fragments finds the rows itself; for the other readers
+select_rows writes the lists. The readers, their splits and their merge stay the same.
 """
 
 import dataclasses
 
 import torch
-import triton
-import triton.language as tl
 
 from sglang_fp4kv.formats import check_global_scale
 from sglang_fp4kv.kernels._call import (
@@ -33,51 +31,15 @@ from sglang_fp4kv.kernels._plan import (
     cdiv,
     device_limits,
     plan_attention,
-    pow2,
 )
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4, whole_words
+from sglang_fp4kv.kernels.select_rows import select_rows
 
-# Selections of one launch: every program of a reader looks at all of them to find its own.
+# Selections of one launch: programs of readers that take lists look at all of them to find their own.
 MOST_SELECTIONS = 512
-# Fewest tiles of a part: the selections are short and a part costs a row of partial results.
-MIN_TILES = 4
-_BLOCK = 1024  # entries of a program of the translation
+# Fewest keys of a part: selections are short, and every part leaves partial results to be merged.
+MIN_KEYS = 128
 _INT32_MAX = 2**31 - 1
-
-
-@triton.jit(do_not_specialize=["first_token", "selected_len", "q_per_req"])
-def _select_rows_kernel(
-    selected_ptr,
-    kv_indptr_ptr,
-    kv_indices_ptr,
-    rows_ptr,  # int32
-    row_indptr_ptr,  # int32
-    first_token,
-    selected_len,
-    num_slots,
-    q_per_req,
-    GROUPS: tl.constexpr,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    selection = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = n < selected_len
-    begin = selection * selected_len
-    slot = tl.load(selected_ptr + begin.to(tl.int64) + n, mask=live, other=-1).to(tl.int64)
-    if LISTED:
-        request = (first_token + selection // GROUPS) // q_per_req
-        start = tl.load(kv_indptr_ptr + request).to(tl.int64)
-        length = tl.load(kv_indptr_ptr + request + 1).to(tl.int64) - start
-        there = (slot >= 0) & (slot < length)
-        slot = tl.load(kv_indices_ptr + start + slot, mask=there, other=-1).to(tl.int64)
-    there = (slot >= 0) & (slot < num_slots)
-    row = tl.where(there, slot * GROUPS + selection % GROUPS, -1)
-    tl.store(rows_ptr + begin + n, row.to(tl.int32), mask=live)
-    if tl.program_id(0) == 0:
-        tl.store(row_indptr_ptr + selection, begin)
-        if selection == tl.num_programs(1) - 1:
-            tl.store(row_indptr_ptr + selection + 1, begin + selected_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +84,7 @@ def plan_sparse(
         limits,
         fragments,
     )
-    return dataclasses.replace(plan, min_tiles=max(plan.min_tiles, MIN_TILES))
+    return dataclasses.replace(plan, min_tiles=max(plan.min_tiles, cdiv(MIN_KEYS, plan.block_n)))
 
 
 def sparse_buffers(
@@ -249,27 +211,17 @@ def _read_positions(x: _Launch, plan: AttentionPlan, buffers: AttentionBuffers, 
     launch_fragments(call, plan, buffers, limits, selection)
 
 
-def _read_lists(x: _Launch, plan: AttentionPlan, buffers: SparseBuffers, limits) -> None:
+def _read_lists(x: _Launch, plan: AttentionPlan, buffers: SparseBuffers) -> None:
     """Any reader, over lists of rows that are written first."""
-    selections = x.q.shape[0]
-    check_index("buffers.rows", buffers.rows, at_least=selections * x.entries)
-    check_index("buffers.row_indptr", buffers.row_indptr, at_least=selections + 1)
-    block = min(pow2(x.entries), 4096 if limits.interpreter else _BLOCK)
-    indptr, indices = x.lists or (x.selected, x.selected)
-    _select_rows_kernel[(cdiv(x.entries, block), selections)](
+    select_rows(
         x.selected,
-        indptr,
-        indices,
+        x.lists,
         buffers.rows,
         buffers.row_indptr,
-        x.first_token,
-        x.entries,
-        x.num_slots,
-        x.q_per_req,
-        GROUPS=x.groups,
-        LISTED=x.lists is not None,
-        BLOCK=block,
-        num_warps=4,
+        first_token=x.first_token,
+        groups=x.groups,
+        q_per_req=x.q_per_req,
+        num_slots=x.num_slots,
     )
     attention_nvfp4(
         x.q,
@@ -391,5 +343,5 @@ def sparse_nvfp4(
         if finds_rows(plan):
             _read_positions(launch, plan, buffers.attention, limits)
         else:
-            _read_lists(launch, plan, buffers, limits)
+            _read_lists(launch, plan, buffers)
     return out

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from sglang_fp4kv.kernels.sparse_nvfp4 import plan_sparse, sparse_buffers, spars
 CONTEXT, SELECTED = 65536, 2048
 SHAPES = tuple(Shape(n, CONTEXT, 1, "decode") for n in (1, 2, 4, 8, 16, 32, 64))
 GOAL_SHARE = 0.5  # of the dense reader's bandwidth
-FEWEST_TILES = (1, 2, 4, 8, 16)  # what --out's sweep tries for MIN_TILES
+FEWEST_TILES = (1, 2, 4, 8, 16)  # tried in place of what MIN_KEYS gives
 MOST_COPIES = 64  # selections of a graph
 
 
@@ -197,6 +198,7 @@ def main(argv=None) -> int:
         return 1
     report = {
         "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "versions": installed_versions(),
         "gpu": gpu_name(),
         "copy_bytes_per_second": copy_bandwidth(),

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 @dataclass(frozen=True)
 class Selection:
-    """The arguments of a launch over selections; a dense one has groups 0 and nothing else of use.
+    """The arguments of a launch over selections; a dense one is DENSE.
 
     first_token   query token that the launch's first selection belongs to
     entries       positions of a selection, K
@@ -28,6 +28,9 @@ class Selection:
     q_per_req: int = 1
     groups: int = 0
     listed: bool = False
+
+
+DENSE = Selection()
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import torch
 from sglang_fp4kv.kernels._call import AttentionBuffers, AttentionCall
 from sglang_fp4kv.kernels._fragments import E2M1, E4M3, FOLDS, TWIN
 from sglang_fp4kv.kernels._plan import AttentionPlan, DeviceLimits, pow2
-from sglang_fp4kv.kernels._selection import Selection
+from sglang_fp4kv.kernels._selection import DENSE, Selection
 from sglang_fp4kv.kernels._verify_parts import verify_layouts
 from sglang_fp4kv.kernels.decode_fragments import _decode_fragments_kernel, decode_layouts
 from sglang_fp4kv.kernels.merge_fragments import decode_order, merge_fragments, verify_order
@@ -38,7 +38,7 @@ def constexprs(
     group: int,
     head_dim: int,
     limits: DeviceLimits,
-    selection: Selection = Selection(),
+    selection: Selection = DENSE,
 ) -> dict:
     """The kernel's constexprs but those of AttentionCall.visibility."""
     shape = {
@@ -62,7 +62,7 @@ def launch_fragments(
     plan: AttentionPlan,
     buffers: AttentionBuffers,
     limits: DeviceLimits,
-    selection: Selection = Selection(),
+    selection: Selection = DENSE,
 ) -> None:
     """Start the kernel and its merge; attention_nvfp4 or sparse_nvfp4 checked the call.
 

@@ -178,7 +178,9 @@ class _Launch:
         return self.sides[0].shape[0] // self.groups
 
 
-def _read_positions(x: _Launch, plan: AttentionPlan, buffers: AttentionBuffers, limits) -> None:
+def _read_positions(
+    x: _Launch, plan: AttentionPlan, buffers: AttentionBuffers, limits: DeviceLimits
+) -> None:
     """decode_fragments, which finds the rows itself."""
     # Imported where a GPU runs it: Gluon has no interpreter.
     from sglang_fp4kv.kernels._selection import Selection
@@ -320,7 +322,7 @@ def sparse_nvfp4(
     sizes = tokens, groups, entries, num_q_heads, num_kv_heads, head_dim
     if plan is None:
         fragments = q.dtype != torch.float32 and whole_words(*sides)
-        plan = plan_sparse(*sizes, limits, fragments)
+        plan = plan_sparse(*sizes, limits, fragments=fragments)
     if buffers is None:
         buffers = sparse_buffers(plan, *sizes, q.device)
     q, by_group = (x.reshape(tokens * groups, num_q_heads // groups, head_dim) for x in (q, out))

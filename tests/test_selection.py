@@ -67,13 +67,14 @@ def test_every_tile_is_shared_out_once(selections, entries, budget, fewest):
     seen = np.zeros((selections, tiles), int)
     parts = {}
     for work in range(budget + selections):
-        mine, begin, end = share(
+        mine, begin, end, alone = share(
             Pointer(sched), selections, entries, budget, work, True, tile, fewest
         )
         if mine < selections:
             assert 0 <= begin < end <= tiles
             seen[mine, begin:end] += 1
             parts.setdefault(mine, []).append(work)
+            assert alone == (end - begin == tiles)
     assert (seen == 1).all()
     first, count = sched.reshape(-1, 2).T
     for mine, works in parts.items():

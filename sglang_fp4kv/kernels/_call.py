@@ -76,3 +76,27 @@ def check_buffers(buffers: AttentionBuffers, rows: int, batch: int, head_dim: in
                 f"buffers.{name} must be contiguous {dtype} with at least {numel} entries, "
                 f"got {x.dtype} with {x.numel()}"
             )
+
+
+def check_plan(
+    plan: AttentionPlan,
+    buffers: AttentionBuffers,
+    batch: int,
+    q_per_req: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Raise ValueError unless plan and buffers are enough for a call of this size."""
+    if plan.work_items < plan.budget + batch:
+        raise ValueError(
+            f"plan.work_items must be at least budget + batch = {plan.budget + batch}, "
+            f"got {plan.work_items}"
+        )
+    rows = num_q_heads // num_kv_heads * q_per_req
+    if plan.block_m * plan.row_blocks < rows:
+        raise ValueError(
+            f"plan covers {plan.block_m * plan.row_blocks} query rows a KV head, got {rows}"
+        )
+    parts = partial_rows(plan, q_per_req, num_q_heads, num_kv_heads)
+    check_buffers(buffers, parts, batch, head_dim)

@@ -72,6 +72,11 @@ def check_index(
         raise ValueError(f"{name} must have at least {at_least} entries, got {x.numel()}")
 
 
+def check_logit_cap(logit_cap: float) -> None:
+    if not logit_cap >= 0:  # true for NaN
+        raise ValueError(f"logit_cap must be 0 (none) or positive, got {logit_cap}")
+
+
 def check_mask(
     custom_mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,

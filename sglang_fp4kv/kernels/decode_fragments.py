@@ -29,6 +29,7 @@ from sglang_fp4kv.kernels._fragments import (
     weight_offset,
     whole_rows,
 )
+from sglang_fp4kv.kernels._selection import load_positions, rows_of, share_selections
 
 ROWS_PADDED = 8
 
@@ -90,7 +91,22 @@ def _v_operand(x, W: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(gl.reshape(x, [4 * W, 2 * P]), LAYOUT, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["batch", "budget"])
+@gluon.jit
+def _load_rows(
+    indices_ptr, block_ptr, n, prefix, limit, length, num_slots, group,
+    HAS_BLOCK: gl.constexpr, GROUPS: gl.constexpr, LISTED: gl.constexpr,
+):  # fmt: skip
+    """Rows of the pool of keys n, -1 from ``limit`` on: a request's slots, or what is selected."""
+    if GROUPS > 0:
+        positions = load_positions(block_ptr, n, limit, length)
+        return rows_of(positions, indices_ptr, num_slots, group, GROUPS, LISTED)
+    else:
+        return load_slots(indices_ptr, block_ptr, n, prefix, limit, HAS_BLOCK)
+
+
+@gluon.jit(
+    do_not_specialize=["batch", "budget", "first_token", "entries", "num_slots", "q_per_req"]
+)
 def _decode_fragments_kernel(
     q_ptr,
     k_codes_ptr,  # int32 words
@@ -99,7 +115,7 @@ def _decode_fragments_kernel(
     v_scales_ptr,
     kv_indptr_ptr,
     kv_indices_ptr,
-    block_slots_ptr,
+    block_slots_ptr,  # with GROUPS: what is selected
     mask_ptr,
     mask_indptr_ptr,
     window_offsets_ptr,
@@ -109,6 +125,10 @@ def _decode_fragments_kernel(
     out_ptr,
     batch,
     budget,
+    first_token,  # this and the next three: see _selection.Selection
+    entries,
+    num_slots,
+    q_per_req,
     qk_scale,
     v_scale,
     stride_qt,
@@ -135,6 +155,8 @@ def _decode_fragments_kernel(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     LOGIT_CAP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    LISTED: gl.constexpr,
     PLACE: gl.constexpr,
     MMA: gl.constexpr,
     K: gl.constexpr,
@@ -149,14 +171,33 @@ def _decode_fragments_kernel(
     ROWS: gl.constexpr = Q * GROUP
     kv_head = gl.program_id(0)  # first, so that a token's heads are read together
     work = gl.program_id(1)
-    req, kv_start, prefix, total, first_pos, begin, end, alone = share_tiles(
-        kv_indptr_ptr, sched_ptr, batch, budget, work, kv_head == 0,
-        Q, T, MIN_TILES, BLOCK_B, HAS_BLOCK, WINDOW, 1,
-    )  # fmt: skip
-    if req >= batch:
-        return
-    kv_indices_ptr += kv_start
-    block_slots_ptr += req * Q
+    length = num_slots  # with GROUPS: positions of the request
+    group = 0
+    if GROUPS > 0:
+        req, begin, end, alone = share_selections(
+            sched_ptr, batch, entries, budget, work, kv_head == 0, T, MIN_TILES
+        )
+        if req >= batch:
+            return
+        prefix = entries
+        total = entries
+        first_pos = entries - 1
+        group = req % GROUPS
+        block_slots_ptr += req.to(gl.int64) * entries
+        if LISTED:
+            kv_indptr_ptr += (first_token + req // GROUPS) // q_per_req
+            kv_start = gl.load(kv_indptr_ptr).to(gl.int64)
+            length = (gl.load(kv_indptr_ptr + 1).to(gl.int64) - kv_start).to(gl.int32)
+            kv_indices_ptr += kv_start
+    else:
+        req, kv_start, prefix, total, first_pos, begin, end, alone = share_tiles(
+            kv_indptr_ptr, sched_ptr, batch, budget, work, kv_head == 0,
+            Q, T, MIN_TILES, BLOCK_B, HAS_BLOCK, WINDOW, 1,
+        )  # fmt: skip
+        if req >= batch:
+            return
+        kv_indices_ptr += kv_start
+        block_slots_ptr += req * Q
     k_codes_ptr += kv_head.to(gl.int64) * stride_kc_head
     k_scales_ptr += kv_head.to(gl.int64) * stride_ks_head
     v_codes_ptr += kv_head.to(gl.int64) * stride_vc_head
@@ -203,11 +244,21 @@ def _decode_fragments_kernel(
 
     base = begin * T
     limit = gl.minimum(end * T, total)
-    slots = load_slots(kv_indices_ptr, block_slots_ptr, base + nk, prefix, limit, HAS_BLOCK)
+    slots = _load_rows(
+        kv_indices_ptr, block_slots_ptr, base + nk, prefix, limit, length, num_slots, group, HAS_BLOCK, GROUPS, LISTED,
+    )  # fmt: skip
     kw, ks = _load(k_codes_ptr, k_scales_ptr, slots, stride_kc_slot, stride_ks_slot, K, KS, W)
-    slots_a = load_slots(kv_indices_ptr, block_slots_ptr, base + nv, prefix, limit, HAS_BLOCK)
-    slots_b = load_slots(kv_indices_ptr, block_slots_ptr, base + nv + 1, prefix, limit, HAS_BLOCK)
-    ahead = load_slots(kv_indices_ptr, block_slots_ptr, base + T + nk, prefix, limit, HAS_BLOCK)
+    slots_a = _load_rows(
+        kv_indices_ptr, block_slots_ptr, base + nv, prefix, limit, length, num_slots, group, HAS_BLOCK, GROUPS, LISTED,
+    )  # fmt: skip
+    slots_b = _load_rows(
+        kv_indices_ptr, block_slots_ptr, base + nv + 1, prefix, limit, length, num_slots, group, HAS_BLOCK, GROUPS, LISTED,
+    )  # fmt: skip
+    ahead = _load_rows(
+        kv_indices_ptr, block_slots_ptr, base + T + nk, prefix, limit, length, num_slots, group, HAS_BLOCK, GROUPS, LISTED,
+    )  # fmt: skip
+    if GROUPS > 0:  # a step earlier still: its list entry waits for it
+        further = load_positions(block_slots_ptr, base + 2 * T + nk, limit, length)
     for tile in range(begin, end):
         va, sa = _load(
             v_codes_ptr, v_scales_ptr, slots_a, stride_vc_slot, stride_vs_slot, V_WORDS, VS, W
@@ -226,11 +277,19 @@ def _decode_fragments_kernel(
         slots = ahead
         kw, ks = _load(k_codes_ptr, k_scales_ptr, slots, stride_kc_slot, stride_ks_slot, K, KS, W)
         base += T
-        slots_a = load_slots(kv_indices_ptr, block_slots_ptr, base + nv, prefix, limit, HAS_BLOCK)
-        slots_b = load_slots(
-            kv_indices_ptr, block_slots_ptr, base + nv + 1, prefix, limit, HAS_BLOCK
-        )
-        ahead = load_slots(kv_indices_ptr, block_slots_ptr, base + T + nk, prefix, limit, HAS_BLOCK)
+        slots_a = _load_rows(
+            kv_indices_ptr, block_slots_ptr, base + nv, prefix, limit, length, num_slots, group, HAS_BLOCK, GROUPS, LISTED,
+        )  # fmt: skip
+        slots_b = _load_rows(
+            kv_indices_ptr, block_slots_ptr, base + nv + 1, prefix, limit, length, num_slots, group, HAS_BLOCK, GROUPS, LISTED,
+        )  # fmt: skip
+        if GROUPS > 0:
+            ahead = rows_of(further, kv_indices_ptr, num_slots, group, GROUPS, LISTED)
+            further = load_positions(block_slots_ptr, base + 2 * T + nk, limit, length)
+        else:
+            ahead = load_slots(
+                kv_indices_ptr, block_slots_ptr, base + T + nk, prefix, limit, HAS_BLOCK
+            )
 
         edge = (tile + 1) * T > first_pos
         if WINDOW > 0:

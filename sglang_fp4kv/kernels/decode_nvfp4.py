@@ -7,11 +7,12 @@ from sglang_fp4kv.kernels._call import (
     AttentionBuffers,
     AttentionCall,
     attention_buffers,
-    check_buffers,
+    check_plan,
     partial_rows,
 )
 from sglang_fp4kv.kernels._check import (
     check_index,
+    check_logit_cap,
     check_mask,
     check_out,
     check_pool_side,
@@ -21,7 +22,7 @@ from sglang_fp4kv.kernels._plan import AttentionPlan, device_limits, plan_attent
 from sglang_fp4kv.kernels.tiled_nvfp4 import launch_tiled
 
 
-def _whole_words(*sides: torch.Tensor) -> bool:
+def whole_words(*sides: torch.Tensor) -> bool:
     """Whether rows begin at multiples of 4 bytes, as the fragment kernels read them."""
     return all(
         x.data_ptr() % 4 == 0 and all(stride % 4 == 0 for stride in x.stride()[:-1]) for x in sides
@@ -102,8 +103,7 @@ def attention_nvfp4(
     custom_mask = check_mask(custom_mask, mask_indptr, window_kv_offsets, batch)
     k_global_scale = check_global_scale(k_global_scale)
     v_global_scale = check_global_scale(v_global_scale)
-    if not logit_cap >= 0:
-        raise ValueError(f"logit_cap must be 0 (none) or positive, got {logit_cap}")
+    check_logit_cap(logit_cap)
     if batch == 0:
         return out
 
@@ -118,23 +118,12 @@ def attention_nvfp4(
             head_dim,
             kv_indices.numel(),
             limits,
-            fragments=q.dtype != torch.float32 and _whole_words(*sides),
+            fragments=q.dtype != torch.float32 and whole_words(*sides),
         )
-    if plan.work_items < plan.budget + batch:
-        raise ValueError(
-            f"plan.work_items must be at least budget + batch = {plan.budget + batch}, "
-            f"got {plan.work_items}"
-        )
-    if plan.block_m * plan.row_blocks < num_q_heads // num_kv_heads * q_per_req:
-        raise ValueError(
-            f"plan covers {plan.block_m * plan.row_blocks} query rows a KV head, "
-            f"got {num_q_heads // num_kv_heads * q_per_req}"
-        )
-    rows = partial_rows(plan, q_per_req, num_q_heads, num_kv_heads)
     if buffers is None:
-        buffers = attention_buffers(rows, batch, head_dim, q.device)
-    else:
-        check_buffers(buffers, rows, batch, head_dim)
+        parts = partial_rows(plan, q_per_req, num_q_heads, num_kv_heads)
+        buffers = attention_buffers(parts, batch, head_dim, q.device)
+    check_plan(plan, buffers, batch, q_per_req, num_q_heads, num_kv_heads, head_dim)
 
     has_offsets = (
         custom_mask is not None and sliding_window_size > 0 and window_kv_offsets is not None

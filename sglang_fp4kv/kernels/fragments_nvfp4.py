@@ -8,6 +8,7 @@ import torch
 from sglang_fp4kv.kernels._call import AttentionBuffers, AttentionCall
 from sglang_fp4kv.kernels._fragments import E2M1, E4M3, FOLDS, TWIN
 from sglang_fp4kv.kernels._plan import AttentionPlan, DeviceLimits, pow2
+from sglang_fp4kv.kernels._selection import DENSE, Selection
 from sglang_fp4kv.kernels._verify_parts import verify_layouts
 from sglang_fp4kv.kernels.decode_fragments import _decode_fragments_kernel, decode_layouts
 from sglang_fp4kv.kernels.merge_fragments import decode_order, merge_fragments, verify_order
@@ -31,7 +32,13 @@ def row_split(block_m: int) -> tuple[int, int]:
 
 
 def constexprs(
-    plan: AttentionPlan, batch: int, q_per_req: int, group: int, head_dim: int, limits: DeviceLimits
+    plan: AttentionPlan,
+    batch: int,
+    q_per_req: int,
+    group: int,
+    head_dim: int,
+    limits: DeviceLimits,
+    selection: Selection = DENSE,
 ) -> dict:
     """The kernel's constexprs but those of AttentionCall.visibility."""
     shape = {
@@ -39,20 +46,28 @@ def constexprs(
         "GROUP": group,
         "D": head_dim,
         "MIN_TILES": plan.min_tiles,
-        "BLOCK_B": max(32 * plan.num_warps, pow2(batch)),
+        "BLOCK_B": max(32 * plan.num_warps, 0 if selection.groups else pow2(batch)),
         "PLACE": place(limits),
     }
     if plan.kind == "decode":
-        return shape | {"T": plan.block_n} | _decode_layouts(head_dim, plan.block_n)
+        shape |= {"T": plan.block_n, "GROUPS": selection.groups, "LISTED": selection.listed}
+        return shape | _decode_layouts(head_dim, plan.block_n)
     n1, n2 = row_split(plan.block_m)
     layouts = _verify_layouts(head_dim, plan.num_warps)
     return shape | {"N1": n1, "N2": n2, "WARPS": plan.num_warps} | layouts
 
 
 def launch_fragments(
-    call: AttentionCall, plan: AttentionPlan, buffers: AttentionBuffers, limits: DeviceLimits
+    call: AttentionCall,
+    plan: AttentionPlan,
+    buffers: AttentionBuffers,
+    limits: DeviceLimits,
+    selection: Selection = DENSE,
 ) -> None:
-    """Start the kernel and its merge; the call was checked by attention_nvfp4."""
+    """Start the kernel and its merge; attention_nvfp4 or sparse_nvfp4 checked the call.
+
+    selection: for a plan of kind decode, where the call's block slots are what is selected.
+    """
     q, head_dim = call.q, call.q.shape[2]
     fold = FOLDS[place(limits)]
     qk_scale = call.sm_scale * call.k_global_scale * fold
@@ -62,7 +77,9 @@ def launch_fragments(
     k_codes, k_scales, v_codes, v_scales = call.sides
     if plan.kind == "decode":
         kernel, order = _decode_fragments_kernel, decode_order(head_dim)
+        chosen = selection.first_token, selection.entries, selection.num_slots, selection.q_per_req
     else:
+        chosen = ()
         kernel, order = _verify_fragments_kernel, verify_order(head_dim, plan.num_warps)
         k_scales, v_scales = k_scales.view(torch.int32), v_scales.view(torch.int32)
     sides = k_codes.view(torch.int32), k_scales, v_codes.view(torch.int32), v_scales
@@ -76,12 +93,13 @@ def launch_fragments(
         call.out,
         call.batch,
         plan.budget,
+        *chosen,
         qk_scale,
         v_scale,
         *q.stride()[:2],
         *call.out.stride()[:2],
         *(stride for side in sides for stride in side.stride()[:2]),
-        **constexprs(plan, call.batch, call.q_per_req, call.group, head_dim, limits),
+        **constexprs(plan, call.batch, call.q_per_req, call.group, head_dim, limits, selection),
         **call.visibility,
         num_warps=plan.num_warps,
     )

@@ -3,7 +3,7 @@
     python tests/bench/readme_table.py             rewrite the blocks
     python tests/bench/readme_table.py --check     exit 1 when a block is not what the files say
 
-A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput in bench's place. A
+A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput or sparse in bench's place. A
 result that is not on file makes its block say that it was not measured.
 """
 
@@ -18,7 +18,7 @@ from launcher import readme_block  # noqa: E402
 from launcher.readme_block import markdown  # noqa: E402
 
 RESULTS = ROOT / "tests" / "bench" / "results"
-FILES = {"bench": "h200_bench.json", "throughput": "h200_throughput.json"}
+FILES = {"bench": "h200_bench.json", "throughput": "h200_throughput.json", "sparse": "h200_sparse.json"}
 NOT_MEASURED = "Not measured yet."
 BASELINES = {
     "flashinfer_bf16": "FlashInfer BF16",
@@ -164,7 +164,38 @@ def throughput_block(result: dict) -> list[str]:
     ]
 
 
-RENDER = {"bench": bench_block, "throughput": throughput_block}
+def sparse_block(result: dict) -> list[str]:
+    """A row a number of requests: microseconds, bandwidth, and its share of the dense reader's."""
+
+    def cell(entry: dict) -> str:
+        return f"{number(entry['p50_us'])} ({entry['bytes_per_second'] / 1e12:.2f})"
+
+    body = [
+        [
+            str(row["requests"]),
+            f"**{cell(row['ours'])}**",
+            cell(row["dense"]),
+            cell(row["dense_selected"]),
+            f"{row['share_of_dense']:.2f}",
+            f"{row['share_of_dense_selected']:.2f}",
+            verdict(row["met"]),
+        ]
+        for row in result["rows"]
+        if "error" not in row
+    ]
+    header = ["requests", "**sparse**", "dense, all", "dense, as many", "share of all's", "of as many's", "goal"]
+    return [
+        origin(result, FILES["sparse"]),
+        "",
+        "Microseconds (p50) and TB/s of packed bytes: 2,048 random positions of 65,536 for each KV head, all "
+        "65,536, and 2,048 side by side; 24/4/256. The goal is half of the dense reader's bandwidth over all.",
+        "",
+        *markdown(header, body),
+        *(f"\nFailed: {row['shape']}: {row['error']}" for row in result["rows"] if "error" in row),
+    ]
+
+
+RENDER = {"bench": bench_block, "throughput": throughput_block, "sparse": sparse_block}
 
 
 def block(name: str, results: Path) -> str:

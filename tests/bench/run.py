@@ -31,7 +31,7 @@ from launcher.probe import installed_versions  # noqa: E402
 
 RESULTS = ROOT / "tests" / "bench" / "results"
 COMPILE_SECONDS = 300  # of one process
-OPS = ("attention", "store")
+OPS = ("attention", "store", "sparse")
 
 
 def result_file(gpu: str) -> Path:
@@ -94,9 +94,15 @@ def store_rows(args, copy_speed):
     yield from bench_store.rows(args.seconds)
 
 
+def sparse_rows(args, copy_speed):
+    import bench_sparse
+
+    yield from bench_sparse.rows(args.seconds)
+
+
 def measure(args, report) -> bool:
     """Fill report["rows"], writing the file after every row; True when ours ran in all of them."""
-    rows_of = {"attention": attention_rows, "store": store_rows}
+    rows_of = {"attention": attention_rows, "store": store_rows, "sparse": sparse_rows}
     for op in args.ops:
         for row in rows_of[op](args, report["copy_bytes_per_second"]):
             report["rows"].append({"op": op, **row})
@@ -107,7 +113,7 @@ def measure(args, report) -> bool:
 
 def parse(argv):
     parser = argparse.ArgumentParser(prog="tests/bench/run.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", default=",".join(OPS), help="attention, store, or both")
+    parser.add_argument("--ops", default=",".join(OPS), help="attention, store, sparse, or several with commas")
     parser.add_argument("--only", default="", help="attention shapes whose name contains this")
     parser.add_argument("--baselines", default="all", help="all, none, or names with commas")
     parser.add_argument("--seconds", type=float, default=0.3, help="timing of an entry")
@@ -122,8 +128,8 @@ def parse(argv):
         parser.error(f"unknown: {', '.join(unknown)}")
     if not args.shapes:
         parser.error(f"no shape has {args.only!r} in its name")
-    if args.only and "store" in args.ops:
-        args.ops.remove("store")
+    if args.only:
+        args.ops = [op for op in args.ops if op == "attention"]
     return args
 
 

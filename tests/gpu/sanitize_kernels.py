@@ -1,6 +1,6 @@
 """Every kernel once on small shapes, results checked: what tests/gpu/sanitize.sh runs under a sanitizer.
 
-usage: python tests/gpu/sanitize_kernels.py [--plant bounds|race]
+usage: python tests/gpu/sanitize_kernels.py [--plant bounds|race|uninitialized|barrier]
 
 References are computed on the CPU and inputs copied over, so on the GPU run our kernels and copies
 alone. Pools have no slot to spare and the last slot is used, so a step too far leaves the allocation
@@ -34,19 +34,29 @@ from sglang_fp4kv.kernels.commit_prefix import commit_prefix_nvfp4, commit_prefi
 from sglang_fp4kv.kernels.decode_nvfp4 import attention_nvfp4  # noqa: E402
 from sglang_fp4kv.kernels.extend_nvfp4 import extend_nvfp4  # noqa: E402
 from sglang_fp4kv.kernels.merge_parts import merge_parts  # noqa: E402
+from sglang_fp4kv.kernels.sparse_nvfp4 import sparse_nvfp4  # noqa: E402
 from sglang_fp4kv.kernels.store_nvfp4 import store_nvfp4  # noqa: E402
 from sglang_fp4kv.kernels.unpack_nvfp4 import unpack_nvfp4  # noqa: E402
+from sglang_fp4kv.paged import PackedCache  # noqa: E402
 
 HEADS = {64: (9, 3), 128: (8, 2), 256: (6, 1)}  # query and KV heads by head dim
 PREFIXES = [1, 130, 1500]  # the last is split, so its parts are merged
 BLOCK = 8
 CHUNKS = [5, 33, 70]
+SELECTED = 300  # of the longest request: its selections are split and merged
 
 RACE = """
 extern "C" __global__ void race(float *out) {
   __shared__ float s[64];
   s[threadIdx.x] = threadIdx.x;
   out[threadIdx.x] = s[63 - threadIdx.x];
+}
+"""
+# One warp of two waits for both.
+BARRIER = """
+extern "C" __global__ void barrier(float *out) {
+  if (threadIdx.x < 32) __syncthreads();
+  out[threadIdx.x] = threadIdx.x;
 }
 """
 
@@ -56,12 +66,21 @@ def _store_past_the_end_kernel(ptr, count):
     tl.store(ptr + count + tl.arange(0, 32), 1.0)
 
 
+@triton.jit
+def _copy_kernel(source_ptr, target_ptr):
+    at = tl.arange(0, 64)
+    tl.store(target_ptr + at, tl.load(source_ptr + at))
+
+
 def plant(kind: str) -> None:
     out = torch.zeros(64).cuda()
     if kind == "bounds":
         _store_past_the_end_kernel[(1,)](out, out.numel())
+    elif kind == "uninitialized":
+        _copy_kernel[(1,)](torch.empty(64, device="cuda"), out)
     else:
-        torch.cuda._compile_kernel(RACE, "race")((1, 1, 1), (64, 1, 1), [out])
+        source = {"race": RACE, "barrier": BARRIER}[kind]
+        torch.cuda._compile_kernel(source, kind)((1, 1, 1), (64, 1, 1), [out])
     torch.cuda.synchronize()
 
 
@@ -148,6 +167,45 @@ class Case:
             mine = slice(i * rows, (i + 1) * rows)
             self.compare(out.cpu()[mine], q[mine], k, v, visible)
 
+    def sparse(self, groups: int):
+        """One token a request; -1, positions past a short request, and one that selects nothing."""
+        q = self.random(len(PREFIXES), self.q_heads)
+        shape = (len(PREFIXES), groups, SELECTED)
+        longest = self.slots[-1].numel()
+        selected = torch.randint(-1, longest, shape, generator=self.generator)
+        selected[0] = -1
+        lists = self.on(indptr([s.numel() for s in self.slots])), self.on(torch.cat(self.slots))
+        out = torch.zeros_like(q, device=self.device)
+        sparse_nvfp4(
+            self.on(q), *self.pool.sides, out, self.on(selected), *lists,
+            sm_scale=self.sm_scale, **self.pool.scales,
+        )  # fmt: skip
+        heads, kv_heads = self.q_heads // groups, self.kv_heads // groups
+        for i, slots in enumerate(self.slots):
+            for group in range(groups):
+                at = selected[i, group]
+                at = slots[at[(at >= 0) & (at < slots.numel())]]
+                own = slice(group * kv_heads, (group + 1) * kv_heads)
+                k, v = (x[:, own] for x in self.host.decoded(at))
+                visible = torch.ones(1, at.numel(), dtype=torch.bool)
+                own = slice(i, i + 1), slice(group * heads, (group + 1) * heads)
+                self.compare(out.cpu()[own], q[own], k, v, visible)
+
+    def cache(self):
+        """PackedCache's own methods: the last slot, a skipped row, a rotation, a free."""
+        cache = PackedCache(2, 16, self.kv_heads, self.head_dim, self.device)
+        slots = torch.tensor([31, -1, 0, 15, 16])
+        kept = slots[slots >= 0]
+        k, v = (self.random(slots.numel(), self.kv_heads) for _ in "kv")
+        cache.write(self.on(k), self.on(v), self.on(slots))
+        cache.copy(kept, kept.roll(1))
+        scales = cache.k_global_scale, cache.v_global_scale
+        for got, x, scale in zip(cache.read(kept.roll(1)), (k, v), scales, strict=True):
+            want = codec.decode(*codec.encode(x[slots >= 0], scale), scale, torch.bfloat16)
+            assert torch.equal(got.cpu(), want)
+        cache.free(kept)
+        assert cache.free_blocks == [0, 1]
+
     def extend(self):
         """A chunk of each request over its prefix."""
         q = self.random(sum(CHUNKS), self.q_heads)
@@ -209,18 +267,22 @@ def run(case: Case) -> None:
     case.extend()
     case.unpack()
     case.merge()
+    for groups in {1, case.kv_heads}:
+        case.sparse(groups)
+    case.cache()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plant", choices=("bounds", "race"))
+    parser.add_argument("--plant", choices=("bounds", "race", "uninitialized", "barrier"))
     args = parser.parse_args()
     if args.plant:
         plant(args.plant)
         return 0
     for head_dim in HEADS:
         run(Case(head_dim, "cuda"))
-        print(f"D {head_dim}: store, commit, decode, verify, extend, unpack, merge are right", flush=True)
+        done = "store, commit, decode, verify, extend, unpack, merge, sparse, cache"
+        print(f"D {head_dim}: {done} are right", flush=True)
     return 0
 
 

@@ -2,7 +2,7 @@
 # What a GPU host runs, from the repository's root: session.sh OUT_DIR PHASE...
 # PYTHON names an interpreter that has the pinned SGLang, patched (fp4kv patch apply), and pytest with its
 # plugins xdist and timeout. MODEL names the folder of the phases smollm2 and throughput, DRAFT the draft's of
-# smollm2.
+# smollm2, SANITIZE_MODES some of sanitize's four modes where one call has no time for all.
 set -uo pipefail
 out=$1; shift
 py=${PYTHON:-python3}
@@ -18,12 +18,18 @@ for name in "$@"; do
       models/pair/prompts.json "$out/h200_pair.json" --logs "$out/logs/pair" ;;
     smollm2) phase smollm2 "$py" -m tests.gpu.serving "$MODEL" "$DRAFT" \
       tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs "$out/logs/smollm2" ;;
+    cache) FP4KV_REQUIRE_GPU=1 phase cache "$py" -m pytest -m "gpu or interpreter" -n 8 --timeout 250 \
+      tests/test_paged.py tests/test_sparse_nvfp4.py tests/test_boundary_reads.py tests/test_boundary_writes.py \
+      tests/test_independent_decoder.py tests/test_selection.py tests/test_bench_sparse.py tests/test_sanitize.py \
+      2>&1 | tee "$out/cache.log" | tail -40
+      phase pools "$py" tests/gpu/pool_report.py "$out/h200_pools.json"
+      phase sparse "$py" tests/bench/bench_sparse.py --out "$out/h200_sparse.json" ;;
     demo) phase demo "$py" -m launcher.demo --json "$out/h200_demo.json" --logs "$out/logs/demo" ;;
     bench) phase bench "$py" tests/bench/run.py --out "$out/h200_bench.json" ;;
     throughput) phase throughput "$py" -m tests.gpu.throughput "$MODEL" "$out/h200_throughput.json" \
       --logs "$out/logs/throughput" ;;
     plan) phase plan "$py" -m tests.gpu.plan_servers "$out/h200_plan.json" --logs "$out/logs/plan" ;;
-    sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ;;
+    sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ${SANITIZE_MODES:-} ;;
     *) echo "unknown phase $name"; status=2 ;;
   esac
 done

@@ -4,7 +4,7 @@
     python models/train_sibling.py --device cuda --out DIR     # five and a half minutes on an H200
     python models/train_sibling.py --stages files --out DIR    # complete what such a run brought back
     python models/train_sibling.py --device cuda --out DIR --target-phases long --target-peak 5e-4
-    python models/train_sibling.py --toy --out TOY_DIR         # the whole pipeline in a minute on a CPU
+    python models/train_sibling.py --toy --out TOY_DIR         # the whole pipeline in minutes on a CPU
 
 Phases end by steps or by the clock, whichever comes first, and --scale gives all of them more time. The
 target with the best recall so far is on disk at any moment; a run whose first phase is not `brief` (or a
@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 import curriculum
+import decode
 import evaluate
 import evaluate_long
 import long_rows
@@ -62,7 +63,7 @@ def arguments() -> argparse.Namespace:
     if a.toy:
         a.shape = modeling.Shape(**{**vars(SHAPE), "hidden": 64, "mlp": 64, "head_dim": 32})
         a.size, a.scale, a.tokens, a.each, a.workers, a.keep_going = 0.002, 0.02, 4096, 1, 1, True
-        a.depths, a.chunk, a.probes, a.longest = (150, 400), 128, {300: 1}, 8192
+        a.depths, a.chunk, a.probes, a.longest = (150,), 128, {300: 1}, 8192
     return a
 
 
@@ -77,6 +78,30 @@ def saved(folder: Path, device: str):
     if not (folder / "model.safetensors").exists():
         raise SystemExit(f"{folder} has no weights to go on from; begin with its first phase")
     return modeling.load(folder, device)
+
+
+def rehearse(a, log) -> None:
+    """Run the longest row through both losses, a chunked prefill and a verify, so that what cannot work fails first."""
+    model = modeling.Target(a.shape).to(a.device)
+    draft = modeling.Draft(modeling.Shape(**{**vars(a.shape), "layers": 2}), FEATURES, BLOCK, MASK_ID).to(a.device)
+    ids = torch.randint(4, a.shape.vocab, (1, a.longest), device=a.device)
+    learn = torch.arange(a.longest, device=a.device)[None] > a.longest - 100
+    at, phase = torch.arange(a.longest, device=a.device)[None], curriculum.target_phases(1)[-1]
+    batch = (phase, a.longest, ids, learn, torch.tensor([a.longest], device=a.device), at)
+    for name, loss_of in (("target", lambda: curriculum.target_loss(model, *batch)),
+                          ("draft", lambda: curriculum.draft_loss(model, draft, *batch))):
+        for _ in range(2):  # the first pays for what is set up once
+            start = time.monotonic()
+            with torch.autocast(a.device, torch.bfloat16):
+                loss, _ = loss_of()
+            loss.backward()
+            value = float(loss.detach())
+        log(f"rehearsal: {name} {a.longest} tokens, loss {value:.2f}, {time.monotonic() - start:.2f}s a step")
+    model, draft = model.bfloat16(), draft.bfloat16()
+    start = time.monotonic()
+    decode.speculate(model, draft, ids[0, :a.longest - 64].tolist(), 9, decode.as_nvfp4, decode.as_fp8, a.chunk)
+    most = f", at most {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB" if a.device == "cuda" else ""
+    log(f"rehearsal: drafted decoding after a prompt in chunks, {time.monotonic() - start:.2f}s{most}")
 
 
 def train_target(a, tok, feed, builder, record):
@@ -165,6 +190,7 @@ def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every width
     going = True
     if builder:
+        rehearse(a, record.log)
         feed = curriculum.Feed(a.device, a.tokens, a.seed)
         feed.add(builder.short_rows())
         record.log(f"short rows ready {time.monotonic() - start:.0f}s: " +

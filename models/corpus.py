@@ -276,6 +276,11 @@ def conversation(r: random.Random, chars: int = 0) -> tuple[list[dict], list[dic
     else:
         exs = [recall(r, r.randint(0, 400))[0] if r.random() < 0.15 else
                SHORT_KINDS[r.choice(sorted(SHORT_KINDS))](r) for _ in range(r.choice((1, 1, 1, 2, 3)))]
+    return assemble(r, exs)
+
+
+def assemble(r: random.Random, exs: list[Exchange]) -> tuple[list[dict], list[dict]]:
+    """Return (messages, tools) of a conversation made of these exchanges."""
     tools = {t["function"]["name"]: t for e in exs for t in e.tools}
     messages, system = [], r.choice(SYSTEM)
     if system:

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the kit need not be installed to train
 
-from modeling import Draft, Target, sdpa  # noqa: E402
+from modeling import Draft, Target, rotation, sdpa  # noqa: E402
 
 from sglang_fp4kv import codec  # noqa: E402
 
@@ -31,8 +32,8 @@ def as_nvfp4(x: Tensor) -> Tensor:
 class Cache:
     """K and V of every layer, written at absolute positions, read up to each query's position.
 
-    `pool` rounds what is stored. A prefill attends to its own unrounded K and V, as SGLang's
-    extend does; decode and verify read their own rows back from the pool.
+    `pool` rounds what is stored. A prefill attends to its own chunk's unrounded K and V, as SGLang's
+    extend does, and to earlier chunks as stored; decode and verify read their own rows back from the pool.
     """
 
     def __init__(self, model: Target, rows: int, capacity: int, pool=None):
@@ -50,20 +51,35 @@ class Cache:
             def attend(q, k, v):
                 self.k[layer][self.rows, :, positions] = self.pool(k).transpose(1, 2)
                 self.v[layer][self.rows, :, positions] = self.pool(v).transpose(1, 2)
-                if prefill:
+                if prefill and read == k.shape[2]:
                     return sdpa(q, k, v, causal=True)
+                if prefill:
+                    before = read - k.shape[2]
+                    k, v = (torch.cat((x[layer][:, :, :before], own), 2)
+                            for x, own in ((self.k, k), (self.v, v)))
+                    return sdpa(q, k, v, causal_lower_right(q.shape[2], read))
                 return sdpa(q, self.k[layer][:, :, :read], self.v[layer][:, :, :read], mask)
             return attend
         return [make(i) for i in range(len(self.k))]
 
 
+def prefill(model: Target, cache: Cache, ids: Tensor, features: tuple[int, ...] = (), chunk: int = 0):
+    """Run ids [B, L] into an empty cache, `chunk` tokens at a time (0: all at once); as Target.forward."""
+    parts = []
+    for start in range(0, ids.shape[1], chunk or ids.shape[1]):
+        part = ids[:, start:start + (chunk or ids.shape[1])]
+        at = torch.arange(start, start + part.shape[1], device=ids.device)[None].expand(len(ids), -1)
+        parts.append(model(part, at, cache.attends(at, True, start + part.shape[1]), features))
+    hidden, taken = zip(*parts)
+    return torch.cat(hidden, 1), torch.cat(taken, 1) if features else None
+
+
 @torch.inference_mode()
-def generate(model: Target, prompts: Tensor, lengths: Tensor, max_new: int, pool=None) -> Tensor:
+def generate(model: Target, prompts: Tensor, lengths: Tensor, max_new: int, pool=None, chunk: int = 0) -> Tensor:
     """Decode greedily for right-padded prompts [B, L]; return [B, max_new], -1 after the end."""
     rows, width = prompts.shape
     cache = Cache(model, rows, width + max_new, pool)
-    positions = torch.arange(width, device=prompts.device)[None].expand(rows, -1)
-    h, _ = model(prompts, positions, cache.attends(positions, True, width))
+    h, _ = prefill(model, cache, prompts, (), chunk)
     last = h[torch.arange(rows, device=h.device), lengths - 1]
     out = torch.full((rows, max_new), -1, dtype=torch.int64, device=prompts.device)
     alive = torch.ones(rows, dtype=torch.bool, device=prompts.device)
@@ -80,7 +96,8 @@ def generate(model: Target, prompts: Tensor, lengths: Tensor, max_new: int, pool
 
 
 @torch.inference_mode()
-def speculate(model: Target, draft: Draft, prompt: list[int], max_new: int, pool=None, draft_pool=None):
+def speculate(model: Target, draft: Draft, prompt: list[int], max_new: int, pool=None, draft_pool=None,
+              chunk: int = 0):
     """Decode one prompt with the drafter; return (tokens, number of verify steps).
 
     As in srt/speculative/dflash_worker_v2.py: after a prefill of n tokens the first new token is
@@ -98,13 +115,12 @@ def speculate(model: Target, draft: Draft, prompt: list[int], max_new: int, pool
 
     def commit(features: Tensor, start: int) -> None:
         hidden = draft.context(features)
-        at = torch.arange(start, start + features.shape[1], device=device)[None]
+        turn = rotation(torch.arange(start, start + features.shape[1], device=device)[None], s)
         for kv, layer in zip(context, draft.layers):
-            k, v = (draft_pool(x) for x in layer.self_attn.kv(hidden, at))
+            k, v = (draft_pool(x) for x in layer.self_attn.kv(hidden, turn))
             kv[:] = [torch.cat((old, new), 2) for old, new in zip(kv, (k, v))] if kv else [k, v]
 
-    positions = torch.arange(n, device=device)[None]
-    h, features = model(ids, positions, cache.attends(positions, True, n), draft.features)
+    h, features = prefill(model, cache, ids, draft.features, chunk)
     commit(features, 0)
     out, steps = [int(model.logits(h[0, -1]).argmax())], 0
     while out[-1] != EOS and len(out) < max_new:
@@ -127,19 +143,20 @@ def speculate(model: Target, draft: Draft, prompt: list[int], max_new: int, pool
     return out, steps
 
 
-def block_loss(model: Target, draft: Draft, ids: Tensor, lengths: Tensor, starts: Tensor, anchors: Tensor):
+def block_loss(model: Target, draft: Draft, ids: Tensor, learn: Tensor, anchors: Tensor,
+               positions: Tensor | None = None):
     """Return (loss, expected accept length of the drawn blocks, share of first drafts that are right).
 
     Sizes: B rows, L tokens, N anchors a row
-      ids      [B, L]  prompt and the target's own answer, right-padded
-      lengths  [B]     tokens in use
-      starts   [B]     where the answer begins
-      anchors  [B, N]  positions in [start, length - 2]; each opens one block
+      ids        [B, L]       prompts and answers, right-padded
+      learn      [B, L] bool  tokens of answers
+      anchors    [B, N]       columns of answer tokens that an answer token follows; each opens one block
+      positions  [B, L]       of the columns, where they are not 0, 1, ...; in answers in steps of 1
     Numerics: cross-entropy weighted exp(-(k-1)/4) over the k-th draft, hard labels
     """
     rows, width, n, block = *ids.shape, anchors.shape[1], draft.block
     with torch.no_grad():
-        _, features = model.full(ids, draft.features)
+        _, features = model.full(ids, draft.features, positions)
     hidden = draft.context(features)
     at = (anchors[:, :, None] + torch.arange(block, device=ids.device)).flatten(1)  # [B, N*block]
     tokens = torch.full_like(at, draft.mask_id)
@@ -148,18 +165,22 @@ def block_loss(model: Target, draft: Draft, ids: Tensor, lengths: Tensor, starts
     seen = torch.arange(width, device=ids.device)[None, None] < anchors.repeat_interleave(block, 1)[:, :, None]
     own = (owner[:, None] == owner[None])[None].expand(rows, -1, -1)
     mask = torch.cat((seen, own), -1)[:, None]
-    every = torch.arange(width, device=ids.device)[None]
+    every = torch.arange(width, device=ids.device)[None].expand(rows, -1) if positions is None else positions
+    turn = rotation(every, draft.s)
+    block_at = (every.gather(1, anchors)[:, :, None] + torch.arange(block, device=ids.device)).flatten(1)
 
     def attend_with(layer):
-        ck, cv = layer.self_attn.kv(hidden, every)
+        ck, cv = layer.self_attn.kv(hidden, turn)
         return lambda q, k, v: sdpa(q, torch.cat((ck, k), 2), torch.cat((cv, v), 2), mask)
 
     x = model.embed(tokens)
-    x = draft(x, at, [attend_with(layer) for layer in draft.layers]).view(rows, n, block, -1)[:, :, 1:]
+    x = draft(x, block_at, [attend_with(layer) for layer in draft.layers]).view(rows, n, block, -1)[:, :, 1:]
     logits = model.logits(x)
     goal_at = at.view(rows, n, block)[:, :, 1:]
-    inside = goal_at < lengths[:, None, None]
-    goal = ids.gather(1, goal_at.clamp(max=width - 1).flatten(1)).view_as(goal_at)
+    there = goal_at.clamp(max=width - 1).flatten(1)
+    inside = learn.gather(1, there).view_as(goal_at) & (goal_at < width)
+    inside = inside.long().cumprod(-1).bool()  # a block ends with its answer
+    goal = ids.gather(1, there).view_as(goal_at)
     per = F.cross_entropy(logits.flatten(0, 2).float(), goal.flatten(), reduction="none").view_as(goal)
     decay = torch.exp(-torch.arange(block - 1, device=ids.device) / 4.0)
     weight = decay * inside

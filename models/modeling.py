@@ -44,12 +44,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate x [B, H, T, D] at positions [B or 1, T], half-split (neox) layout, cos/sin in fp32."""
-    half = x.shape[-1] // 2
-    inv = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+def rotation(positions: Tensor, s: Shape) -> tuple[Tensor, Tensor]:
+    """Return fp32 (cos, sin), each [B, 1, T, D/2], of positions [B or 1, T]; made once for all layers."""
+    half = s.head_dim // 2
+    inv = s.rope_theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angle = positions[:, None, :, None].float() * inv
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    return angle.cos(), angle.sin()
+
+
+def rope(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x [B, H, T, D] by `rotation`'s result, half-split (neox) layout."""
+    half = x.shape[-1] // 2
+    cos, sin = (t.to(x.dtype) for t in turn)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -67,14 +73,14 @@ class Attention(nn.Module):
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:2], heads, self.s.head_dim).transpose(1, 2)
 
-    def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def kv(self, x: Tensor, turn) -> tuple[Tensor, Tensor]:
         """Return K (normed, rotated) and V of x [B, T, hidden], each [B, KV heads, T, D]."""
         k = self.k_norm(self._split(self.k_proj(x), self.s.kv_heads))
-        return rope(k, positions, self.s.rope_theta), self._split(self.v_proj(x), self.s.kv_heads)
+        return rope(k, turn), self._split(self.v_proj(x), self.s.kv_heads)
 
-    def forward(self, x: Tensor, positions: Tensor, attend) -> Tensor:
-        q = rope(self.q_norm(self._split(self.q_proj(x), self.s.heads)), positions, self.s.rope_theta)
-        k, v = self.kv(x, positions)
+    def forward(self, x: Tensor, turn, attend) -> Tensor:
+        q = rope(self.q_norm(self._split(self.q_proj(x), self.s.heads)), turn)
+        k, v = self.kv(x, turn)
         out = attend(q, k, v).transpose(1, 2).reshape(*x.shape[:2], -1)
         return self.o_proj(out)
 
@@ -96,8 +102,8 @@ class Layer(nn.Module):
         self.input_layernorm, self.self_attn = RMSNorm(s.hidden, s.eps), Attention(s)
         self.post_attention_layernorm, self.mlp = RMSNorm(s.hidden, s.eps), MLP(s)
 
-    def forward(self, x: Tensor, positions: Tensor, attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+    def forward(self, x: Tensor, turn, attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -105,6 +111,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bo
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def rough(x: Tensor, noise: float) -> Tensor:
+    """Add Gaussian noise of `noise` times the largest magnitude of each 16: what a 4-bit pool does to x, cheaply."""
+    blocks = x.unflatten(-1, (-1, 16))
+    size = blocks.detach().abs().amax(-1, keepdim=True) * noise
+    return (blocks + size * torch.randn_like(blocks)).flatten(-2)
 
 
 def init_weights(module: nn.Module) -> None:
@@ -140,17 +153,27 @@ class Target(nn.Module):
           positions  [B or 1, T]
           attends    N callables (q, k, v) -> out; each owns its layer's cache
         """
-        x, taken = self.embed(ids), []
+        x, taken, turn = self.embed(ids), [], rotation(positions, self.s)
         for i, (layer, attend) in enumerate(zip(self.model.layers, attends)):
-            x = layer(x, positions, attend)
+            x = layer(x, turn, attend)
             if i in features:
                 taken.append(x)
         return self.model.norm(x), torch.cat(taken, -1) if taken else None
 
-    def full(self, ids: Tensor, features: tuple[int, ...] = ()):
-        """Run causally over whole rows without a cache."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        attends = [lambda q, k, v: sdpa(q, k, v, causal=True)] * self.s.layers
+    def full(self, ids: Tensor, features: tuple[int, ...] = (), positions: Tensor | None = None,
+             noise: float = 0.0):
+        """Run causally over whole rows without a cache, at positions 0, 1, ... unless others are given.
+
+        With `noise` K and V are roughened, so that training learns to do without their last digits.
+        """
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+
+        def attend(q, k, v):
+            if noise:
+                k, v = rough(k, noise), rough(v, noise)
+            return sdpa(q, k, v, causal=True)
+        attends = [attend] * self.s.layers
         return self(ids, positions, attends, features)
 
 
@@ -171,8 +194,9 @@ class Draft(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attends) -> Tensor:
         """Return final hidden states of blocks x [B, T, hidden] (embedded anchor and masks)."""
+        turn = rotation(positions, self.s)
         for layer, attend in zip(self.layers, attends):
-            x = layer(x, positions, attend)
+            x = layer(x, turn, attend)
         return self.norm(x)
 
 
@@ -202,8 +226,10 @@ def save(model: nn.Module, config: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
-    save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    unfinished = folder / "model.safetensors.part"  # a run cut while it saves leaves the last whole file
+    save_file(state, str(unfinished), metadata={"format": "pt"})
+    unfinished.chmod(0o644)
+    unfinished.replace(folder / "model.safetensors")
 
 
 def _shape(cfg: dict) -> Shape:

@@ -76,11 +76,13 @@ def train(model, draft, rows: dict, device: str, seed: int, steps: int, cap_s: f
                 group["lr"] = rate(done, step, peak, 200)
             ids, begin, lengths = (x[part.to(device)] for x in rows[limit])
             ids = ids.long()  # padded to the bucket: a fixed shape per bucket keeps attention plans cached
+            column = torch.arange(ids.shape[1], device=device)[None]
+            learn = (column >= begin[:, None]) & (column < lengths[:, None])
             span = (lengths - 1 - begin).clamp(min=1)[:, None]
             u = torch.rand(len(ids), ANCHORS).to(device)
             anchors = begin[:, None] + (u * span).long().clamp(max=span - 1)
             with torch.autocast(device, torch.bfloat16):
-                loss, accept, first = block_loss(model, draft, ids, lengths, begin, anchors)
+                loss, accept, first = block_loss(model, draft, ids, learn, anchors)
             opt.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)

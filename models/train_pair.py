@@ -10,12 +10,9 @@ slow for the steps reaches; the learning rate then follows the clock, so a run a
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import platform
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -27,6 +24,7 @@ import modeling
 import tokenizer
 import train_draft
 import train_target
+from record import Record, count
 
 HERE = Path(__file__).resolve().parent
 FEATURES = (0, 1, 2)  # residual stream after these layers; the last layer's id would capture nothing
@@ -62,80 +60,6 @@ def arguments() -> argparse.Namespace:
     return a
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def count(model: torch.nn.Module) -> str:
-    return f"{sum(p.numel() for p in model.parameters()):,} parameters"
-
-
-def report(out: Path, facts: dict) -> str:
-    """Return TRAINING.md: what was run where, what it reached, and the hashes of the weights."""
-    lines = ["# How the pair was trained", "",
-             "Written by models/train_pair.py from training.json. "
-             "Each stage names the run it came from.", ""]
-    for i, run in enumerate(facts["runs"]):
-        lines += [f"Run {i}: `{run['command']}`", f"seed {run['seed']}, {run['hardware']}", ""]
-    lines += [*facts.get("notes", []), "", "| stage | run | what |", "|---|---|---|"]
-    lines += [f"| {k} | {v['run']} | {v['what']} |" for k, v in facts["stages"].items()]
-    lines += ["", "## Weights", ""]
-    for part in ("target", "draft"):
-        f = out / part / "model.safetensors"
-        if f.exists():
-            lines.append(f"- `{part}/model.safetensors` {f.stat().st_size:,} bytes, sha256 {sha256(f)}")
-    result = facts.get("result")
-    if result:
-        lines += ["", "## Measured", "",
-                  "bf16 weights in plain torch; `nvfp4` and `fp8` round K and V through such a pool. Accept "
-                  "length is completion tokens over verify steps, as SGLang reports it; equal counts answers "
-                  "whose tokens match undrafted greedy decoding. Gap is the log-probability distance of the "
-                  "two best tokens.", "",
-                  "| kind | right bf16 | right fp8 | right nvfp4 | accept bf16 | accept nvfp4 + fp8 draft "
-                  "| equal bf16 | equal nvfp4 | gap p5 | gap p50 |", "|" + "---|" * 10]
-        for k, acc in result["accept"].items():
-            right = " | ".join(f"{result['accuracy'][p][k]:.2f}" for p in evaluate.POOLS)
-            b, q, g = acc["bf16"], acc["nvfp4+fp8"], result["gap"][k]
-            lines.append(f"| {k} | {right} | {b['accept']} | {q['accept']} | {b['equal']} | {q['equal']} "
-                         f"| {g['p5']} | {g['p50']} |")
-        lines += ["", f"Right: {result['each']} prompts a kind; accept, equal and gap: {result['spec_each']} "
-                  f"of them; up to {result['max_new']} new tokens; seed {result['seed']}.", "",
-                  "| demo prompt | tokens in | tokens out | verify steps | accept | smallest gap | answer |",
-                  "|" + "---|" * 7]
-        lines += [f"| {d['name']} | {d['prompt_tokens']} | {d['tokens']} | {d['steps']} | {d['accept']} | "
-                  f"{d['min_gap']} | `{json.dumps(d['text'], ensure_ascii=False)}` |" for d in result["demo"]]
-    for k, v in facts["stages"].items():
-        lines += ["", f"## Log: {k}", "", "```", *v["log"], "```"]
-    return "\n".join([*lines, ""])
-
-
-class Record:
-    """training.json: the runs, the stages with their logs, the last measurement."""
-
-    def __init__(self, a: argparse.Namespace):
-        self.out, self.file = a.out, a.out / "training.json"
-        self.facts = json.loads(self.file.read_text()) if self.file.exists() else {"runs": [], "stages": {}}
-        device = torch.cuda.get_device_name() if a.device == "cuda" else platform.processor() or "CPU"
-        self.facts["runs"].append({"command": " ".join(["python", *sys.argv]), "seed": a.seed,
-                                   "hardware": f"{device}, torch {torch.__version__}"})
-        self.lines: list[str] = []
-
-    def log(self, text: str) -> None:
-        print(text, flush=True)
-        self.lines.append(text)
-
-    def stage(self, name: str, what: str) -> None:
-        """Close a stage: its log lines move to it and both files are written."""
-        self.facts["stages"][name] = {"run": len(self.facts["runs"]) - 1, "what": what, "log": self.lines}
-        self.lines = []
-        used = sorted({s["run"] for s in self.facts["stages"].values()} | {len(self.facts["runs"]) - 1})
-        self.facts["runs"] = [self.facts["runs"][i] for i in used]  # runs that nothing rests on are dropped
-        for s in self.facts["stages"].values():
-            s["run"] = used.index(s["run"])
-        self.file.write_text(json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n")
-        (self.out / "TRAINING.md").write_text(report(self.out, self.facts))
-
-
 def main() -> None:
     a = arguments()
     stages, start = set(a.stages.split(",")), time.monotonic()
@@ -152,7 +76,7 @@ def main() -> None:
         tok = Tokenizer.from_file(str(a.out / "target" / "tokenizer.json"))
     if "draft" in stages:  # every worker is forked before the device is touched
         prompts = train_target.build_rows(tok, a.seed + 1, a.prompt_size, a.workers, prompts_only=True)
-    record = Record(a)
+    record = Record(a.out, a.device, a.seed, "the pair", "models/train_pair.py")
     log = record.log
     torch.backends.cuda.enable_cudnn_sdp(False)  # suspected of planning anew for every shape
     torch.manual_seed(a.seed)

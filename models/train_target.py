@@ -49,26 +49,30 @@ def _shard(job):
             np.array([len(i) for i, _ in pieces], np.int64))
 
 
-def build_rows(tok, seed: int, size: float, workers: int, prompts_only: bool = False):
-    """Return {limit: (ids [n, limit] int16, learn [n, limit] bool, lengths [n])} on the CPU.
-
-    The same seed and size give the same rows for any number of workers.
-    """
-    jobs, each = [], 500
+def jobs(seed: int, size: float, prompts_only: bool = False) -> list[tuple]:
+    """Return _shard's arguments for a corpus of this size, long shards first so that none ends late."""
+    out, each = [], 500
     for kind, (count, lo, hi) in enumerate(PROMPT_MIX if prompts_only else MIX):
         left, i = math.ceil(count * size), 0
         while left > 0:
             n = min(each, left)
-            jobs.append((f"{seed}/{prompts_only}/{kind}/{i}", n, lo, hi, prompts_only))
+            out.append((f"{seed}/{prompts_only}/{kind}/{i}", n, lo, hi, prompts_only))
             left, i = left - n, i + 1
-    jobs.sort(key=lambda j: -j[3])  # long shards first, so that no worker ends late
-    text = tok.to_str()
+    return sorted(out, key=lambda j: -j[3])
+
+
+def build_rows(tok, seed: int, size: float, workers: int, prompts_only: bool = False) -> dict:
+    """Return `pad`'s rows; the same seed and size give the same ones for any number of workers."""
+    todo, text = jobs(seed, size, prompts_only), tok.to_str()
     if workers > 1:
         with multiprocessing.get_context("fork").Pool(workers, _start, (text,)) as pool:
-            shards = pool.map(_shard, jobs, chunksize=1)
-    else:
-        _start(text)
-        shards = [_shard(j) for j in jobs]
+            return pad(pool.map(_shard, todo, chunksize=1))
+    _start(text)
+    return pad([_shard(j) for j in todo])
+
+
+def pad(shards: list[tuple]) -> dict:
+    """Return {limit: (ids [n, limit] int16, learn [n, limit] bool, lengths [n])} on the CPU."""
     ids = np.concatenate([s[0] for s in shards])
     learn = np.concatenate([s[1] for s in shards])
     lengths = np.concatenate([s[2] for s in shards])

@@ -15,8 +15,8 @@ from sglang_fp4kv.kernels._fragments import (
     query_down,
     query_exponent,
     query_up,
-    rescale,
 )
+from sglang_fp4kv.kernels._visible_keys import rescale
 
 V_TOKENS = 32  # multiplied at a time
 

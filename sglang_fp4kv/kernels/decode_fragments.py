@@ -9,27 +9,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sglang_fp4kv.kernels._fragments import (
-    cap_scores,
     codes_to_groups,
     decode_k,
     decode_v,
     halves_to_groups,
-    hide,
     linear,
-    load_slots,
     log2,
     operands,
     query_down,
     query_exponent,
     query_up,
-    rescale,
-    share_tiles,
     spread_scales,
     store_rows,
-    weight_offset,
     whole_rows,
 )
 from sglang_fp4kv.kernels._selection import load_positions, rows_of, share_selections
+from sglang_fp4kv.kernels._visible_keys import (
+    cap_scores,
+    hide,
+    load_slots,
+    rescale,
+    share_tiles,
+    weight_offset,
+)
 
 ROWS_PADDED = 8
 

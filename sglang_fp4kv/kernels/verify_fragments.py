@@ -11,19 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sglang_fp4kv.kernels._fragments import (
-    SLACK,
-    WEIGHT_BITS,
-    cap_scores,
-    decode_v,
-    hide,
-    load_slots,
-    share_tiles,
-    spread_scales,
-    store_rows,
-    weight_offset,
-    whole_rows,
-)
+from sglang_fp4kv.kernels._fragments import decode_v, spread_scales, store_rows, whole_rows
 from sglang_fp4kv.kernels._verify_parts import (
     all_layout,
     copy,
@@ -39,6 +27,15 @@ from sglang_fp4kv.kernels._verify_parts import (
     v_operand,
     warp_max,
     weights_layout,
+)
+from sglang_fp4kv.kernels._visible_keys import (
+    SLACK,
+    WEIGHT_BITS,
+    cap_scores,
+    hide,
+    load_slots,
+    share_tiles,
+    weight_offset,
 )
 
 

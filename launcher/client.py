@@ -1,8 +1,11 @@
 """Asks a running SGLang server over HTTP; needs no access to its machine."""
 
+import secrets
+import warnings
 from dataclasses import dataclass
 
 import requests
+from urllib3.exceptions import InsecureRequestWarning
 
 
 class ServerError(Exception):
@@ -27,9 +30,26 @@ class Generation:
     cached_tokens: int
 
 
+@dataclass(frozen=True)
+class Score:
+    """What a prefill pass makes of tokens it was given; one entry a token.
+
+    ``regrets``: the best token's log-probability minus the given one's, 0 where it is the best.
+    ``best``: the best tokens' ids. ``gaps``: the difference of the two best. ``cached_tokens``: prompt tokens that were not computed
+    but read from the prefix cache.
+    """
+
+    regrets: tuple
+    best: tuple
+    gaps: tuple
+    cached_tokens: int
+
+
 def _ask(method, url, **options):
     """The JSON object that ``url`` answers; proxies and .netrc of the environment are not used."""
-    with requests.Session() as session:
+    with requests.Session() as session, warnings.catch_warnings():
+        # verify=False is for a server on this machine, whose certificate names another host.
+        warnings.simplefilter("ignore", InsecureRequestWarning)
         session.trust_env = False
         response = session.request(method, url, **options)
     if response.status_code != 200:
@@ -54,18 +74,25 @@ def fp4kv_report(info):
     return states[0].get("fp4kv")
 
 
-def generate(url, prompt, max_new_tokens, *, top_two=False, timeout_s=600, **sampling):
+def generate(
+    url, prompt, max_new_tokens, *,
+    top_two=False, timeout_s=600, headers=None, verify=True, dp_rank=None, **sampling,
+):  # fmt: skip
     """A greedy continuation of ``prompt``, a text or a list of token ids.
 
+    ``dp_rank``: the data-parallel replica that is to answer.
     Raises: ServerError when the server refuses, or returns no token ids.
     """
     body = {
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
         "text" if isinstance(prompt, str) else "input_ids": prompt,
+        "routed_dp_rank": dp_rank,
     }
     if top_two:
         body |= {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
-    answer = _ask("POST", f"{url}/generate", json=body, timeout=timeout_s)
+    answer = _ask(
+        "POST", f"{url}/generate", json=body, timeout=timeout_s, headers=headers, verify=verify
+    )
     if not answer.get("output_ids"):
         raise ServerError(f"{url}/generate returned no token ids: {str(answer)[:300]}")
     try:
@@ -75,7 +102,7 @@ def generate(url, prompt, max_new_tokens, *, top_two=False, timeout_s=600, **sam
             gaps = tuple(first[0] - second[0] for first, second in meta["output_top_logprobs"])
         return Generation(
             tokens=tuple(answer["output_ids"]),
-            text=answer["text"],
+            text=answer.get("text", ""),  # none with --skip-tokenizer-init
             accept_length=meta.get("spec_accept_length"),
             gaps=gaps,
             prompt_tokens=meta["prompt_tokens"],
@@ -85,3 +112,58 @@ def generate(url, prompt, max_new_tokens, *, top_two=False, timeout_s=600, **sam
         raise ServerError(
             f"{url}/generate left out what was asked for ({error!r}): {str(answer)[:300]}"
         ) from None
+
+
+def score(
+    url, context, tokens, *, cached, timeout_s=600, headers=None, verify=True, dp_rank=None
+):
+    """A prefill pass over ``context`` and ``tokens`` (ids, neither empty), as a Score of ``tokens``.
+
+    ``cached``: whether ``context`` may be read from the prefix cache; otherwise all of it is computed
+    in this pass.
+    Raises: ServerError when the server refuses or leaves out a log-probability.
+    """
+    body = {
+        "input_ids": [*context, *tokens],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        # SGLang reads no further from the cache than to where log-probabilities are asked for,
+        # and nothing that was kept under another key.
+        "logprob_start_len": len(context) - 1,
+        "extra_key": None if cached else secrets.token_hex(8),
+        "routed_dp_rank": dp_rank,
+    }
+    answer = _ask(
+        "POST", f"{url}/generate", json=body, timeout=timeout_s, headers=headers, verify=verify
+    )
+    try:
+        meta = answer["meta_info"]
+        given = meta["input_token_logprobs"][-len(tokens) :]
+        best = meta["input_top_logprobs"][-len(tokens) :]
+        if [token for _, token, _ in given] != list(tokens):
+            raise ValueError("the log-probabilities are other tokens'")
+        return Score(
+            regrets=tuple(max(top[0][0] - own[0], 0.0) for top, own in zip(best, given, strict=True)),
+            best=tuple(top[0][1] for top in best),
+            gaps=tuple(first[0] - second[0] for first, second in best),
+            cached_tokens=meta["cached_tokens"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{url}/generate left out log-probabilities ({error!r}): {str(answer)[:300]}"
+        ) from None
+
+
+def tokenize(url, *, timeout_s=60, headers=None, verify=True, **what):
+    """Token ids of ``prompt=`` a text or ``messages=`` a conversation, as the server makes them.
+
+    Raises: ServerError when the server has no tokenizer, or no chat template for messages.
+    """
+    answer = _ask(
+        "POST", f"{url}/tokenize", json=what, timeout=timeout_s, headers=headers, verify=verify
+    )
+    tokens = answer.get("tokens")
+    if not (isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)):
+        raise ServerError(f"{url}/tokenize returned no tokens: {str(answer)[:300]}")
+    return tokens

@@ -37,9 +37,14 @@ class Hold:
         return self
 
     def __exit__(self, *_exc):
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
             for connection in self._held:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)  # closing waits for whoever reads from it
+                except OSError:  # the other end is gone
+                    pass
                 connection.close()
 
     def _accept(self):

@@ -182,6 +182,56 @@ def test_flags_that_cannot_be_meant_are_exit_2(launch, tmp_path, monkeypatch, fl
     assert code == 2 and message in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ", "shown"),
+    [
+        (["--grpc-port", "5"], {}, "--grpc-port 5"),
+        (["--grpc-mode"], {}, "--grpc-mode"),
+        (["--smg-grpc-mode"], {}, "--smg-grpc-mode"),
+        (["--encoder-only"], {}, "--encoder-only"),
+        (["--use-ray"], {}, "--use-ray"),
+        (["--checkpoint-engine-wait-weights-before-ready"], {}, "--checkpoint-engine-wait-weights-before"),
+        ([], {"SGLANG_GRPC_PORT": "5"}, "SGLANG_GRPC_PORT 5"),
+        ([], {"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER 1"),
+        ([], {"SGLANG_HTTP_SERVER_APP_PATH": "a:b"}, "SGLANG_HTTP_SERVER_APP_PATH a:b"),
+    ],
+)
+def test_what_cannot_be_held_back_is_exit_2(launch, monkeypatch, flags, environ, shown):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    code, text = launch(*flags)
+    assert code == 2 and f"{shown}" in text and "cannot be held back; leave it out" in text
+    with pytest.raises(Started):
+        launch(*flags, "--kv-cache-dtype", "bf16")
+    if environ == {"SGLANG_RUST_SERVER": "1"}:
+        monkeypatch.setenv("SGLANG_RUST_SERVER", "0")
+        with pytest.raises(Started):
+            launch()
+
+
+def test_no_canary_is_echoed_as_a_warning(launch, capsys):
+    with pytest.raises(Started):
+        launch(ours=["--no-canary"])
+    assert "fp4kv serve: warning: --no-canary: what the server answers is not" in capsys.readouterr().err
+    with pytest.raises(Started):
+        launch()
+    assert "--no-canary" not in capsys.readouterr().err
+
+
+def test_a_second_node_says_where_the_proof_is(launch, capsys):
+    with pytest.raises(Started):
+        launch("--node-rank", "1", "--nnodes", "2")
+    assert "--node-rank 1: node 0 serves, and it is proven" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
+def test_a_limit_that_is_none_is_exit_2(launch, capsys, seconds):
+    with pytest.raises(SystemExit) as end:
+        launch(ours=["--proof-timeout", seconds])
+    assert end.value.code == 2
+    assert f"{seconds} is no number of seconds above 0" in capsys.readouterr().err
+
+
 def test_a_busy_port_is_exit_2_before_anything_starts(launch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

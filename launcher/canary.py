@@ -12,18 +12,20 @@ same server, so that nothing depends on what the model is able to do:
 Standard library only, but for what launcher/client.py needs.
 """
 
+import os
 import random
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 
 from launcher import client
 from launcher.equality import compare
 
 NEW_TOKENS = 16
-# Mean of what a token costs, in natural log units, against the pass that reads no pool. Right readers:
-# 0.01 on the shipped pair, whose wrong ones cost 1.3 to 4 (tests/e2e/test_startup.py); NVFP4's mean
-# divergence from BF16 KV on SmolLM2-135M is 0.107 (DESIGN: KL).
+# What a token may cost on average, in natural log units, by the pass that reads no pool. On the shipped
+# pair right readers cost 0.006, and those of tests/e2e/test_startup.py that take wrong scales 1.5 to 4.
+# On SmolLM2-135M NVFP4's mean divergence from BF16 KV is 0.107.
 REGRET_LIMIT = 0.5
 # A user's --preferred-sampling-params would otherwise make a greedy answer something else.
 _PLAIN = {
@@ -76,6 +78,7 @@ class Canary:
     haystack: sentences around the planted code. room: tokens a request may have.
     page_size: tokens; the prefix cache keeps whole pages. None: it is off.
     ranks: data-parallel replicas, each of which is asked everything.
+    cancelled: set by whoever wants no further question asked.
     """
 
     url: str
@@ -86,11 +89,13 @@ class Canary:
     room: int
     page_size: int | None
     ranks: int = 1
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def run(self, seconds):
         """Asks and judges everything; returns the Outcome.
 
-        Raises: client.ServerError or OSError when an answer fails or is not there in ``seconds``.
+        Raises: client.ServerError or OSError when an answer fails, is not there in ``seconds`` or is not
+        wanted any more.
         """
         deadline = time.monotonic() + seconds
         prompts = [p for p in self._prompts(deadline) if len(p.tokens) + NEW_TOKENS < self.room]
@@ -115,6 +120,8 @@ class Canary:
         return Outcome(tuple(failures), _summary(self, trials, mean(costs)))
 
     def _options(self, deadline):
+        if self.cancelled.is_set():
+            raise InterruptedError("the canary was cancelled")
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the time for the canary is over")
@@ -140,7 +147,7 @@ class Canary:
             answer = tokens(prompt=f"{_BEFORE_CODE} {CODE}", add_special_tokens=False)
         except client.ServerError:  # --skip-tokenizer-init
             return _made_up_prompts()
-        same = next((i for i, (a, b) in enumerate(zip(before, answer)) if a != b), len(before))
+        same = len(os.path.commonprefix([before, answer]))
         found = [Prompt(name, text, chat(text)) for name, text in _QUESTIONS.items()]
         found.append(Prompt("noise", _NOISE, plain))
         context = [*chat(planted), *answer[:same]]
@@ -163,7 +170,8 @@ class Canary:
         recall = None
         if prompt.code and first.tokens[: len(prompt.code)] != prompt.code:
             recall = score(prompt.code, False)
-        return Trial(prompt, rank, first, again, score(first.tokens, True), score(first.tokens, False), recall)
+        pooled, fresh = score(first.tokens, True), score(first.tokens, False)
+        return Trial(prompt, rank, first, again, pooled, fresh, recall)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class Score:
     """What a prefill pass makes of tokens it was given; one entry a token.
 
     ``regrets``: the best token's log-probability minus the given one's, 0 where it is the best.
-    ``best``: the best tokens' ids. ``gaps``: the difference of the two best. ``cached_tokens``: prompt tokens that were not computed
-    but read from the prefix cache.
+    ``best``: the best tokens' ids. ``gaps``: the difference of the two best log-probabilities.
+    ``cached_tokens``: tokens that were not computed but read from the prefix cache.
     """
 
     regrets: tuple
@@ -45,13 +45,18 @@ class Score:
     cached_tokens: int
 
 
-def _ask(method, url, **options):
-    """The JSON object that ``url`` answers; proxies and .netrc of the environment are not used."""
+def _send(method, url, **options):
+    """The response; proxies and .netrc of the environment are not used."""
     with requests.Session() as session, warnings.catch_warnings():
         # verify=False is for a server on this machine, whose certificate names another host.
         warnings.simplefilter("ignore", InsecureRequestWarning)
         session.trust_env = False
-        response = session.request(method, url, **options)
+        return session.request(method, url, **options)
+
+
+def _ask(method, url, **options):
+    """The JSON object that ``url`` answers."""
+    response = _send(method, url, **options)
     if response.status_code != 200:
         raise ServerError(f"{url}: HTTP {response.status_code}: {response.text[:300]}")
     try:
@@ -66,6 +71,14 @@ def _ask(method, url, **options):
 def server_info(url, *, headers=None, timeout_s=60, verify=True):
     """The server's GET /server_info as a dict."""
     return _ask("GET", f"{url}/server_info", headers=headers, timeout=timeout_s, verify=verify)
+
+
+def is_healthy(url):
+    """Whether GET /health, which needs no key, is answered with 200 right now."""
+    try:
+        return _send("GET", f"{url}/health", timeout=5, verify=False).status_code == 200
+    except requests.RequestException:
+        return False
 
 
 def fp4kv_report(info):

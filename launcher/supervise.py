@@ -4,10 +4,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 
 from launcher.canary import Canary
-from launcher.client import ServerError, server_info
+from launcher.client import ServerError, fp4kv_report, is_healthy, server_info
 from launcher.equality import NEAR_TIE_BOUNDS
 from launcher.expected import describe, differences
 from launcher.hold import Hold
@@ -88,18 +89,23 @@ class Supervisor:
             if self.done.is_set():
                 return
             begun = time.monotonic()
-            report = self._report(begun + self.seconds)
+            info = self._report(begun + self.seconds)
             if self.canary:
-                self._ask_canary(report, begun + self.seconds)
+                self._ask_canary(info, begun + self.seconds)
             self.server.note_shared_memory()
+            if self.done.is_set():
+                return
             self.hold.release()
             _say(f"ready after {time.monotonic() - begun:.0f} s of proof")
         except _Unproven as error:
-            if not self.done.is_set():  # a server that was told to end answers nothing any more
-                self.unproven = str(error)
-                self._stop()
+            self._stop(str(error))
+        except Exception:  # ours; nothing would let the server serve any more
+            self._stop(f"the proof itself failed\n{traceback.format_exc()}")
 
-    def _stop(self):
+    def _stop(self, why):
+        if self.done.is_set():  # a server that was told to end answers nothing any more
+            return
+        self.unproven = why
         self.server.signal(signal.SIGTERM)
         if self.server.wait(_STOP_SECONDS) is None:
             self.server.signal(signal.SIGKILL)
@@ -109,15 +115,8 @@ class Supervisor:
         while not self.hold.wait_warm(self.launch.flags.tokenizer_worker_num, _POLL_SECONDS):
             if self.done.is_set():
                 return
-            if not self.hold.met and self._answers():
+            if not self.hold.met and is_healthy(self.url):
                 raise _Unproven(f"{self.url} answers without being held back: our plugin is not in it")
-
-    def _answers(self):
-        try:
-            server_info(self.url, headers=self.headers, verify=False, timeout_s=5)
-        except (OSError, ServerError):
-            return False
-        return True
 
     @property
     def _access(self):
@@ -127,35 +126,36 @@ class Supervisor:
         }
 
     def _report(self, deadline):
-        """What the first replica reports, once all reports are as judged."""
+        """GET /server_info, once every replica reports what was judged."""
         error = None
         while (left := deadline - time.monotonic()) > 0 and not self.done.is_set():
             try:
-                states = server_info(self.url, timeout_s=left, **self._access)["internal_states"]
+                info = server_info(self.url, timeout_s=left, **self._access)
                 break
-            except (OSError, ServerError, KeyError) as failed:  # warmed up, but not listening yet
+            except (OSError, ServerError) as failed:  # warmed up, but not listening yet
                 error = failed
                 self.done.wait(_POLL_SECONDS)
         else:
             raise _Unproven(f"the scheduler did not report within {self.seconds} s ({error})")
-        found = differences(self.launch, states)
+        found = differences(self.launch, info.get("internal_states") or [])
         if found:
             raise _Unproven("the scheduler does not serve what was judged\n  " + "\n  ".join(found))
-        _say(f"proven: {describe(states[0]['fp4kv'])}")
-        return states[0]["fp4kv"]
+        _say(f"proven: {describe(fp4kv_report(info))}")
+        return info
 
-    def _ask_canary(self, report, deadline):
+    def _ask_canary(self, info, deadline):
         flags = self.launch.flags
-        tokens = report["max_total_num_tokens"]
+        tokens = fp4kv_report(info)["max_total_num_tokens"]
         canary = Canary(
             url=self.url,
             access=self._access,
             drafted=self.launch.drafter is not None,
-            bound=NEAR_TIE_BOUNDS["nvfp4"],
+            bound=NEAR_TIE_BOUNDS["nvfp4"],  # of the FP4 formats the one that was measured
             haystack=_HAYSTACK_ON_CPU if flags.device == "cpu" else _HAYSTACK,
             room=min(n for n in (self.launch.context, tokens) if n),
-            page_size=None if flags.disable_radix_cache else flags.page_size or 1,
+            page_size=None if info["disable_radix_cache"] else info["page_size"],
             ranks=flags.dp_size,
+            cancelled=self.done,
         )
         try:
             outcome = canary.run(deadline - time.monotonic())

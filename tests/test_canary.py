@@ -1,8 +1,8 @@
 """The canary's judgement on a stand-in server: a small fixed function in place of a model."""
 
 import http.server
-import itertools
 import json
+import os
 import threading
 
 import pytest
@@ -46,7 +46,7 @@ class Model:
         limit = body.get("logprob_start_len", len(ids) - 1)
         hit = 0
         if "no cache" not in self.flaws and (key is None or "cached reference" in self.flaws):
-            matches = [sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(c, ids))) for c in self.cache]
+            matches = [len(os.path.commonprefix([kept, ids])) for kept in self.cache]
             hit = min(max(matches, default=0), limit)
         meta = {"prompt_tokens": len(ids), "cached_tokens": hit}
         if body.get("return_logprob"):
@@ -205,9 +205,24 @@ def test_time_that_is_over_is_an_error(model):
         canary(model()).run(0)
 
 
+def test_a_cancelled_canary_asks_nothing_more(model):
+    served, cancelled = model(), threading.Event()
+    asked = served.generate
+
+    def last(body):
+        cancelled.set()
+        return asked(body)
+
+    served.generate = last
+    with pytest.raises(InterruptedError, match="the canary was cancelled"):
+        canary(served, cancelled=cancelled).run(60)
+    assert len(served.asked) == 1
+
+
 def test_answers_that_are_none_are_errors(model, monkeypatch):
     served = model()
-    monkeypatch.setattr(Model, "score", lambda *_, **__: {"input_token_logprobs": [], "input_top_logprobs": []})
+    nothing = {"input_token_logprobs": [], "input_top_logprobs": []}
+    monkeypatch.setattr(Model, "score", lambda *_, **__: nothing)
     with pytest.raises(ServerError, match="left out log-probabilities"):
         score(served.url, [1, 2], [3], cached=True)
     monkeypatch.setattr(Model, "tokenize", lambda *_: {"tokens": "many"})

@@ -210,7 +210,7 @@ def test_several_tokenizers_import_the_held_app(monkeypatch):
     assert readiness.hold_back(lambda: os.environ["SGLANG_HTTP_SERVER_APP_PATH"]) == readiness.HELD_APP
 
 
-def test_no_launcher_is_an_error(monkeypatch):
+def test_no_launcher_is_an_error():
     with pytest.raises(RuntimeError, match="FP4KV_HOLD_SOCKET=nobody: no launcher answers there"):
         readiness.Gate("nobody")
 

@@ -46,10 +46,12 @@ SERVER = textwrap.dedent(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            admitted = gate is None or gate.is_open or gate.admits(self.headers["x-fp4kv-hold"].encode())
+            token = self.headers.get("x-fp4kv-hold", "").encode()
+            admitted = gate is None or gate.is_open or gate.admits(token)
             if how in ("hangs", "ignores SIGTERM"):
                 time.sleep(60)
-            body = json.dumps({"internal_states": [{"fp4kv": report}]}).encode()
+            info = {"internal_states": [{"fp4kv": report}], "page_size": 1, "disable_radix_cache": False}
+            body = json.dumps(info).encode()
             self.send_response(200 if admitted else 503)
             self.end_headers()
             self.wfile.write(body)
@@ -57,6 +59,8 @@ SERVER = textwrap.dedent(
             pass
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    if how == "ends late":
+        signal.signal(signal.SIGTERM, lambda *_: threading.Timer(2, os.kill, (os.getpid(), 9)).start())
     if how == "ends":
         sys.exit(7)
     if gate is not None and gate.wait():
@@ -76,7 +80,7 @@ def launch_of(*flags):
 def supervised(capfd, monkeypatch):
     """Runs the stand-in under a Supervisor; returns (exit code, its and our output)."""
 
-    def run(how="serves", report=REPORT, seconds=20, canary=None, **changes):
+    def run(how="serves", report=REPORT, seconds=20, canary=None):
         port = free_port()
         launch = launch_of("--port", str(port))
         asked = []
@@ -134,6 +138,14 @@ def test_a_canary_without_an_answer_stops_the_server(supervised):
     assert code == 3 and "the canary was not answered within 20 s: read timed out" in text
 
 
+def test_a_failure_of_our_own_does_not_leave_the_server_held(supervised):
+    def broken(seconds):
+        raise ZeroDivisionError("ours")
+
+    code, text = supervised(canary=broken)
+    assert code == 3 and "the proof itself failed" in text and "ZeroDivisionError: ours" in text
+
+
 @pytest.mark.parametrize("how", ["hangs", "ignores SIGTERM"])
 def test_a_worker_that_hangs_in_the_proof_is_stopped(supervised, how):
     begun = time.monotonic()
@@ -152,14 +164,16 @@ def test_the_exit_code_of_a_server_that_ends_is_passed_on(supervised):
     assert code == 7 and "not proven" not in text
 
 
-def test_a_signal_during_the_proof_is_no_failed_proof(supervised):
+@pytest.mark.parametrize("found", [(), ("cut off",)])
+def test_a_signal_during_the_proof_neither_fails_nor_proves_anything(supervised, found):
     def interrupted(seconds):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
-        return Outcome(("cut off",), "")
+        return Outcome(found, "")
 
-    code, text = supervised(canary=interrupted)
-    assert code == 128 + signal.SIGTERM and "not proven" not in text and "ready after" not in text
+    code, text = supervised("ends late", canary=interrupted)
+    assert code == 128 + signal.SIGKILL and "not proven" not in text and "ready after" not in text
+    assert supervised.asked[0]["cancelled"].is_set() and "serves" not in text
 
 
 def test_what_is_judged_is_what_must_be_reported():
@@ -196,7 +210,8 @@ def test_every_replica_has_to_report():
     ]
     assert differences(launch_of(), [{"fp4kv": REPORT}] * 2) == ["1 replicas were judged, 2 report"]
     two = launch_of("--dp-size", "2")
-    (text,) = differences(two, [{"fp4kv": REPORT}, {"fp4kv": {**REPORT, "draft": None} | {"draft": {**REPORT["draft"], "dtype": "x"}}}])
+    other = {**REPORT, "draft": {**REPORT["draft"], "dtype": "x"}}
+    (text,) = differences(two, [{"fp4kv": REPORT}, {"fp4kv": other}])
     assert text == "replica 1: draft dtype: judged float8_e4m3fn, reported x"
 
 

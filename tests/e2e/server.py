@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,14 +62,12 @@ def marked_processes(marker: str) -> list[tuple[int, str]]:
 class Serving:
     """One run of `fp4kv serve --embedded`, watched from outside as its users see it."""
 
-    def __init__(
-        self, flags: list[str], log: Path, ours: Sequence[str], env: dict[str, str], port: int
-    ) -> None:
+    def __init__(self, flags: list[str], log: Path, env: dict[str, str], port: int) -> None:
         self.marker = f"fp4kv-test-{uuid.uuid4().hex}"
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self._seen: set[int] = set()
-        command = [sys.executable, "-m", "launcher.cli", "serve", "--embedded", *ours, "--", *flags]
+        command = [sys.executable, "-m", "launcher.cli", "serve", "--embedded", "--", *flags]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, "--port", str(port)],
@@ -123,12 +121,11 @@ def serving(
     flags: list[str],
     *,
     log: Path,
-    ours: Sequence[str] = (),
     env: dict[str, str] | None = None,
     port: int | None = None,
 ) -> Iterator[Serving]:
     """`fp4kv serve --embedded` with these flags; killed, if it still runs, when the block ends."""
-    server = Serving(flags, log, ours, env or {}, port or free_port())
+    server = Serving(flags, log, env or {}, port or free_port())
     try:
         yield server
     finally:

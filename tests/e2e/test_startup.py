@@ -11,7 +11,6 @@ import requests
 from launcher.canary import Canary
 from launcher.demo import PAIR
 from launcher.equality import NEAR_TIE_BOUNDS
-from launcher.process import free_port
 from tests.e2e.server import START_TIMEOUT_S, embedded_server, marked_processes, serving
 
 pytestmark = pytest.mark.e2e
@@ -29,8 +28,8 @@ def with_plugin(**env):
     return {"PYTHONPATH": path, **env}
 
 
-def serve(tmp_path, *, ours=(), **env):
-    return serving(DRAFTED, log=tmp_path / "serve.log", ours=ours, env=with_plugin(**env))
+def serve(tmp_path, **env):
+    return serving(DRAFTED, log=tmp_path / "serve.log", env=with_plugin(**env))
 
 
 def wait_until(condition, seconds):

@@ -139,9 +139,6 @@ def _check_entry_points(flags, environ):
         "--smg-grpc-mode": flags.smg_grpc_mode,
         "--encoder-only": flags.encoder_only,
         "--use-ray": flags.use_ray,
-        "--checkpoint-engine-wait-weights-before-ready": (
-            flags.checkpoint_engine_wait_weights_before_ready
-        ),
         **{name: environ.get(name) for name in _OTHER_SERVERS},
     }
     for name, value in asked.items():
@@ -151,3 +148,9 @@ def _check_entry_points(flags, environ):
                 f"{shown}: requests reach the server there before it has proven itself, and they cannot "
                 f"be held back; leave it out with --kv-cache-dtype {flags.kv_cache_dtype}"
             )
+    if flags.checkpoint_engine_wait_weights_before_ready:
+        raise UsageError(
+            "--checkpoint-engine-wait-weights-before-ready: the weights would come in requests, and those "
+            "are held back until the server has proven itself; leave it out with --kv-cache-dtype "
+            f"{flags.kv_cache_dtype}"
+        )

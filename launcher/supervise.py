@@ -61,8 +61,8 @@ class Supervisor:
                 self.server.start()
                 if self.stopped_by is not None:  # it came before there was a process to send it to
                     self.server.signal(self.stopped_by)
-                if self.hold is not None:
-                    threading.Thread(target=self._prove, daemon=True).start()
+                watch = self._note_when_up if self.hold is None else self._prove
+                threading.Thread(target=watch, daemon=True).start()
                 code = self.server.wait()
             finally:
                 self.done.set()
@@ -82,6 +82,13 @@ class Supervisor:
         self.done.set()
         if self.server is not None:
             self.server.signal(signal.SIGKILL if again else self.stopped_by)
+
+    def _note_when_up(self):
+        """What a server that is not held back would leave behind is known once it is up."""
+        while not self.done.wait(_POLL_SECONDS):
+            if is_healthy(self.url):
+                self.server.note_shared_memory()
+                return
 
     def _prove(self):
         try:
@@ -160,7 +167,7 @@ class Supervisor:
         try:
             outcome = canary.run(deadline - time.monotonic())
         except (OSError, ServerError) as error:
-            raise _Unproven(f"the canary was not answered within {self.seconds} s: {error}") from None
+            raise _Unproven(f"the canary got no answer (limit {self.seconds} s): {error}") from None
         if outcome.failures:
             raise _Unproven("the canary failed\n" + "\n".join(outcome.failures))
         _say(f"canary passed: {outcome.summary}")

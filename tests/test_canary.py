@@ -219,6 +219,21 @@ def test_a_cancelled_canary_asks_nothing_more(model):
     assert len(served.asked) == 1
 
 
+@pytest.mark.parametrize(("token", "regret"), [(7, 0.0), (8, GAP), (9, GAP)])
+def test_the_vocabularys_last_id_is_judged_though_sglang_leaves_it_out(model, monkeypatch, token, regret):
+    """SGLang asks about token 0 in its place; what is not among the best costs at least the worst of them."""
+    answer = {
+        "input_token_logprobs": [(None, 2, None), (-30.0, 0, None)],
+        "input_top_logprobs": [None, [(-0.1, 7, None), (-0.1 - GAP, 8, None)]],
+    }
+    served = model()
+    monkeypatch.setattr(Model, "score", lambda *_, **__: answer)
+    assert score(served.url, [1, 2], [token], cached=True).regrets == pytest.approx((regret,))
+    answer["input_token_logprobs"][1] = (-30.0, 5, None)
+    with pytest.raises(ServerError, match="the log-probabilities are other tokens'"):
+        score(served.url, [1, 2], [token], cached=True)
+
+
 def test_answers_that_are_none_are_errors(model, monkeypatch):
     served = model()
     nothing = {"input_token_logprobs": [], "input_top_logprobs": []}

@@ -135,7 +135,7 @@ def test_a_canary_without_an_answer_stops_the_server(supervised):
         raise TimeoutError("read timed out")
 
     code, text = supervised(canary=silent)
-    assert code == 3 and "the canary was not answered within 20 s: read timed out" in text
+    assert code == 3 and "the canary got no answer (limit 20 s): read timed out" in text
 
 
 def test_a_failure_of_our_own_does_not_leave_the_server_held(supervised):

@@ -140,7 +140,7 @@ def score(
         "input_ids": [*context, *tokens],
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
-        "top_logprobs_num": 5,
+        "top_logprobs_num": 2,
         # SGLang reads no further from the cache than to where log-probabilities are asked for,
         # and nothing that was kept under another key.
         "logprob_start_len": len(context) - 1,
@@ -154,9 +154,12 @@ def score(
         meta = answer["meta_info"]
         given = meta["input_token_logprobs"][-len(tokens) :]
         best = meta["input_top_logprobs"][-len(tokens) :]
-        own = [_own(*of_token) for of_token in zip(tokens, given, best, strict=True)]
+        # The vocabulary's last id is shown as 0, with its own log-probability
+        # (srt/managers/scheduler_components/logprob_result_processor.py @ 0.5.23).
+        if any(shown not in (token, 0) for token, (_, shown, _) in zip(tokens, given, strict=True)):
+            raise ValueError("the log-probabilities are other tokens'")
         return Score(
-            regrets=tuple(max(top[0][0] - value, 0.0) for top, value in zip(best, own, strict=True)),
+            regrets=tuple(max(top[0][0] - own[0], 0.0) for top, own in zip(best, given, strict=True)),
             best=tuple(top[0][1] for top in best),
             gaps=tuple(top[0][0] - top[1][0] for top in best),
             cached_tokens=meta["cached_tokens"],
@@ -165,18 +168,6 @@ def score(
         raise ServerError(
             f"{url}/generate left out log-probabilities ({error!r}): {str(answer)[:300]}"
         ) from None
-
-
-def _own(token, given, best):
-    """The log-probability of ``token``; of one that SGLang leaves out, at most the last of ``best``'s."""
-    value, of, _ = given
-    if of == token:
-        return value
-    if of != 0:
-        raise ValueError("the log-probabilities are other tokens'")
-    # The vocabulary's last id is taken for padding and asked about as id 0 (prepare_for_extend in
-    # srt/managers/schedule_batch.py @ 0.5.23).
-    return next((value for value, of, _ in best if of == token), best[-1][0])
 
 
 def tokenize(url, *, timeout_s=60, headers=None, verify=True, **what):

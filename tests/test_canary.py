@@ -219,19 +219,17 @@ def test_a_cancelled_canary_asks_nothing_more(model):
     assert len(served.asked) == 1
 
 
-@pytest.mark.parametrize(("token", "regret"), [(7, 0.0), (8, GAP), (9, GAP)])
-def test_the_vocabularys_last_id_is_judged_though_sglang_leaves_it_out(model, monkeypatch, token, regret):
-    """SGLang asks about token 0 in its place; what is not among the best costs at least the worst of them."""
+def test_the_vocabularys_last_id_is_judged_though_sglang_shows_it_as_0(model, monkeypatch):
     answer = {
-        "input_token_logprobs": [(None, 2, None), (-30.0, 0, None)],
-        "input_top_logprobs": [None, [(-0.1, 7, None), (-0.1 - GAP, 8, None)]],
+        "input_token_logprobs": [(None, 2, None), (-3.1, 0, None)],
+        "input_top_logprobs": [None, [(-0.1, 7, None), (-2.1, 8, None)]],
     }
     served = model()
     monkeypatch.setattr(Model, "score", lambda *_, **__: answer)
-    assert score(served.url, [1, 2], [token], cached=True).regrets == pytest.approx((regret,))
-    answer["input_token_logprobs"][1] = (-30.0, 5, None)
+    assert score(served.url, [1, 2], [511], cached=True).regrets == pytest.approx((3.0,))
+    answer["input_token_logprobs"][1] = (-3.1, 5, None)
     with pytest.raises(ServerError, match="the log-probabilities are other tokens'"):
-        score(served.url, [1, 2], [token], cached=True)
+        score(served.url, [1, 2], [511], cached=True)
 
 
 def test_answers_that_are_none_are_errors(model, monkeypatch):

@@ -1,7 +1,7 @@
 """What `make demo` shows of three servers' answers, and whether they are what the table says."""
 
 from launcher.equality import compare
-from launcher.serve import PACKED_POOL
+from launcher.expected import PACKED_POOL
 
 
 def not_as_asked(reports):

@@ -118,8 +118,7 @@ def decide(launch, allow=()):
         warnings=tuple(_warnings(launch, allow, found)),
         values=tuple(effective_values(launch)),
         results=results if status == WORKS else (),
-        machine=launch.machine,
-        flags=launch.flags,
+        launch=launch,
     )
 
 

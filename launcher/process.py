@@ -20,6 +20,9 @@ _LAST_LINES = 25
 _PR_SET_PDEATHSIG = 1
 # SGLang kills its workers, so nobody removes this file (srt/managers/load_snapshot.py @ 0.5.23).
 _LEFT_IN_SHARED_MEMORY = "/dev/shm/sglang_loads_"
+# Waits for a line. When this process is killed there comes none, and the server's group is killed: its
+# workers ask the kernel to die with the leader, but only once they have loaded their libraries.
+_GUARD = 'read -r _ || kill -s KILL -- "-$1"'
 # urllib would send a request for 127.0.0.1 through a proxy of the environment.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -43,8 +46,8 @@ class ServerProcess:
     log_path: receives stdout and stderr of every process of the server; overwritten. None: they go
         where this process's go.
 
-    The server dies with this process: with `stop`, with the `with` block, and, on Linux, when the
-    thread that called `start` ends or this process is killed.
+    The server dies with this process: with `stop`, with the `with` block, and when this process is
+    killed; on Linux also when the thread that called `start` ends.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ServerProcess:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen | None = None
+        self._guard: subprocess.Popen | None = None
         self._shared: set[Path] = set()
 
     def __enter__(self) -> "ServerProcess":
@@ -86,6 +90,13 @@ class ServerProcess:
                 start_new_session=True,
                 preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
             )
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "fp4kv-guard", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         return self
 
     def _open_log(self):
@@ -94,9 +105,12 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         return self.log_path.open("wb")
 
-    def wait(self) -> int:
-        """The exit status, once the server has ended by itself."""
-        return self._process.wait()
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The exit status, once the server has ended by itself; None after `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
 
     def signal(self, number: int) -> None:
         """Send a signal to the server's first process; it ends its workers itself."""
@@ -163,6 +177,8 @@ class ServerProcess:
             time.sleep(0.05)
         for path in self._shared:
             path.unlink(missing_ok=True)
+        if self._guard is not None and self._guard.poll() is None:
+            self._guard.communicate(b"done\n")
 
     def last_lines(self, count: int = _LAST_LINES) -> list[str]:
         """The last non-empty lines of the log; none without one."""

@@ -1,36 +1,55 @@
 """`fp4kv serve [--embedded] -- <SGLang's own flags>`: judges, starts SGLang, proves what runs."""
 
+import argparse
 import os
-import signal
 import socket
 import sys
-import threading
 
 from launcher import judge
-from launcher.client import ServerError, fp4kv_report, server_info
 from launcher.flags import UsageError, parse
+from launcher.launch import FP4
 from launcher.probe import probe
-from launcher.process import ServerProcess
 from launcher.refusal import Refused, render
 from launcher.verdict import render_verdict
 
 # -P: a folder sglang/ where the user stands is not the SGLang that was judged.
 COMMAND = (sys.executable, "-P", "-m", "sglang.launch_server")
-PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
-_POLL_SECONDS = 2
+_PROOF_SECONDS = 600
+_OTHER_SERVERS = ("SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER", "SGLANG_HTTP_SERVER_APP_PATH")
 
 
 def add_parser(subparsers):
     parser = subparsers.add_parser(
         "serve",
         help="judge a launch, start SGLang with it and print what really runs",
-        usage="fp4kv serve [--embedded] [--profile FILE] [--allow FP4-nnn] -- SGLANG_FLAGS...",
+        usage="fp4kv serve [--embedded] [--profile FILE] [--allow FP4-nnn] [--no-canary] "
+        "[--proof-timeout SECONDS] -- SGLANG_FLAGS...",
     )
     parser.add_argument(
         "--embedded", action="store_true", help="run on the CPU through Triton's interpreter"
     )
+    parser.add_argument(
+        "--no-canary", action="store_true", help="serve without asking the server its test prompts"
+    )
+    parser.add_argument(
+        "--proof-timeout",
+        type=_seconds,
+        default=_PROOF_SECONDS,
+        metavar="SECONDS",
+        help="stop a server that is not proven so long after its warm-up (default %(default)s)",
+    )
     judge.add_arguments(parser)
     return parser
+
+
+def _seconds(text):
+    try:
+        seconds = int(text)
+    except ValueError:
+        seconds = 0
+    if seconds < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def launch_command(sglang_flags, *, embedded=False, environ=os.environ):
@@ -84,6 +103,7 @@ def run(args):
         given = [*(profile.flags if profile else []), *args.sglang_flags]
         argv, env = launch_command(given, embedded=args.embedded)
         verdict = judge_launch(argv[len(COMMAND) :], allow=args.allow, profile=profile)
+        _check_entry_points(verdict.flags, env)
     except UsageError as error:
         print(f"fp4kv serve: {error}", file=sys.stderr)
         return 2
@@ -91,85 +111,46 @@ def run(args):
         print(render(error.refusals, wrapped=True), file=sys.stderr)
         return 3
     print(render_verdict(verdict), file=sys.stderr, flush=True)
-    return _Supervisor(argv, env, verdict.flags).run()
+    for text in _warnings(verdict.launch, canary=not args.no_canary):
+        print(f"fp4kv serve: warning: {text}", file=sys.stderr, flush=True)
+    from launcher.supervise import Supervisor  # an HTTP client, which judging would wait for
+
+    return Supervisor(
+        argv, env, verdict.launch, canary=not args.no_canary, seconds=args.proof_timeout
+    ).run()
 
 
-class _Supervisor:
-    """Runs the server in the foreground: its output is ours, our signals are its."""
-
-    def __init__(self, argv, env, flags):
-        self.flags = flags
-        self.unproven = None
-        self.stopped_by = None
-        self.done = threading.Event()
-        self.url = _url(flags)
-        self.server = ServerProcess(argv, env, None, flags.port)
-
-    def run(self):
-        previous = {
-            number: signal.signal(number, self._forward)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        try:
-            self.server.start()
-            if self.stopped_by is not None:  # it came before there was a process to send it to
-                self.server.signal(self.stopped_by)
-            threading.Thread(target=self._prove, daemon=True).start()
-            code = self.server.wait()
-        finally:
-            self.done.set()
-            self.server.stop()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self.unproven is not None:
-            print(f"fp4kv serve: {self.unproven}; the server was stopped", file=sys.stderr)
-            return 3
-        return code if code >= 0 else 128 - code
-
-    def _forward(self, number, _frame):
-        # SGLang winds down on SIGTERM and SIGINT; the terminal's SIGHUP would just end its leader.
-        # It answers every running request first; a second signal does not wait for that.
-        again = self.stopped_by is not None
-        self.stopped_by = signal.SIGTERM if number == signal.SIGHUP else number
-        self.server.signal(signal.SIGKILL if again else self.stopped_by)
-
-    def _prove(self):
-        """Once the server answers, prints what the scheduler reports, or stops the server."""
-        key = self.flags.admin_api_key or self.flags.api_key
-        headers = {"Authorization": f"Bearer {key}".encode()} if key else None
-        while not self.done.wait(_POLL_SECONDS):
-            try:
-                info = server_info(self.url, headers=headers, verify=not self.flags.ssl_certfile)
-            except (OSError, ServerError):
-                continue
-            self.server.note_shared_memory()
-            self._conclude(fp4kv_report(info))
-            return
-
-    def _conclude(self, report):
-        if self.flags.kv_cache_dtype != "nvfp4":
-            return
-        if report is None or report["target"]["class"] != PACKED_POOL:
-            self.unproven = f"the scheduler does not report the NVFP4 pool (it reports {report})"
-            self.server.signal(signal.SIGTERM)
-            return
-        print(f"fp4kv serve: proven: {describe(report)}", file=sys.stderr, flush=True)
+def _warnings(launch, *, canary):
+    if launch.kv_dtype not in FP4:
+        return
+    if launch.flags.node_rank:
+        yield f"--node-rank {launch.flags.node_rank}: node 0 serves, and it is proven and held back there"
+    elif not canary:
+        yield "--no-canary: what the server answers is not checked before it serves"
 
 
-def _url(flags):
-    """Where the server is reached from this machine."""
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(flags.host or "", flags.host)
-    scheme = "https" if flags.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{flags.port}"
-
-
-def describe(report):
-    """The scheduler's report (sglang_fp4kv.proof) as one line."""
-    parts = []
-    for side in ("target", "draft"):
-        pool = report[side]
-        if pool:
-            name = pool["class"].rpartition(".")[2]
-            parts.append(f"{side} {pool['dtype']} {pool['bytes_per_token']} B/token in {name}")
-    return "; ".join([*parts, f"{report['max_total_num_tokens']} tokens"])
+def _check_entry_points(flags, environ):
+    """Raises UsageError for ways into the server that it cannot be held back from."""
+    if flags.kv_cache_dtype not in FP4:
+        return
+    asked = {
+        "--grpc-port": flags.grpc_port,
+        "--grpc-mode": flags.grpc_mode,
+        "--smg-grpc-mode": flags.smg_grpc_mode,
+        "--encoder-only": flags.encoder_only,
+        "--use-ray": flags.use_ray,
+        **{name: environ.get(name) for name in _OTHER_SERVERS},
+    }
+    for name, value in asked.items():
+        if value not in (None, False, "", "0", "false"):
+            shown = name if value is True else f"{name} {value}"
+            raise UsageError(
+                f"{shown}: requests reach the server there before it has proven itself, and they cannot "
+                f"be held back; leave it out with --kv-cache-dtype {flags.kv_cache_dtype}"
+            )
+    if flags.checkpoint_engine_wait_weights_before_ready:
+        raise UsageError(
+            "--checkpoint-engine-wait-weights-before-ready: the weights would come in requests, and those "
+            "are held back until the server has proven itself; leave it out with --kv-cache-dtype "
+            f"{flags.kv_cache_dtype}"
+        )

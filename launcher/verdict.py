@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from launcher.effective import Value
-from launcher.probe import Failed, Machine
+from launcher.launch import Launch
+from launcher.probe import Failed
 from launcher.refusal import fill, render
 
 SCHEMA, SCHEMA_VERSION = "fp4kv.judge", 1
@@ -23,8 +24,15 @@ class Verdict:
     warnings: tuple
     values: tuple
     results: tuple
-    machine: Machine
-    flags: object
+    launch: Launch
+
+    @property
+    def machine(self):
+        return self.launch.machine
+
+    @property
+    def flags(self):
+        return self.launch.flags
 
     @property
     def accepted(self):

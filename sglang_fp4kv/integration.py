@@ -53,7 +53,7 @@ def activate():
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KV_CACHE_QUANT_REGISTRY
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_fp4kv import proof, resolution
+    from sglang_fp4kv import proof, readiness, resolution
     from sglang_fp4kv.recipe import PackedNVFP4Method
 
     KV_CACHE_QUANT_REGISTRY["nvfp4"] = PackedNVFP4Method
@@ -65,6 +65,8 @@ def activate():
     HookRegistry.register(POOL_SIZES, proof.record_budget, HookType.AROUND)
     HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
     HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
+    if readiness.wanted():
+        HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()
     _active = True
     logger.info("fp4kv: active (NVFP4 KV for the Triton backend, FP8 or BF16 KV for its drafter)")

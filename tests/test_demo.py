@@ -11,7 +11,7 @@ from launcher.demo_table import judge, not_as_asked, print_table
 from launcher.flags import UsageError
 from launcher.process import ServerFailed
 from launcher.prompts import load_prompts
-from launcher.serve import PACKED_POOL
+from launcher.expected import PACKED_POOL
 
 PROMPTS = [{"name": "one"}, {"name": "two"}]
 POOL = {"bytes_per_token": 144, "dtype": "uint8", "layers": 4}

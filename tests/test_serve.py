@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import cli, patchset, serve
+from launcher import cli, patchset, serve, supervise
 from launcher.patchset import PatchState
 from launcher.process import free_port
 
@@ -35,7 +35,7 @@ def launch(tmp_path, monkeypatch, capsys):
     def start(*_):
         raise Started
 
-    monkeypatch.setattr(serve.ServerProcess, "start", start)
+    monkeypatch.setattr(supervise.ServerProcess, "start", start)
     monkeypatch.setattr(
         patchset,
         "patch_state",
@@ -135,7 +135,7 @@ def test_a_profiles_flags_come_before_the_users(launch, tmp_path, monkeypatch):
         "flags:\n- --page-size 4\n- --max-total-tokens 4096\n"
     )
     started = []
-    monkeypatch.setattr(serve, "_Supervisor", lambda argv, env, flags: started.append(flags))
+    monkeypatch.setattr(supervise, "Supervisor", lambda argv, env, launch, **_: started.append(launch.flags))
     with pytest.raises(AttributeError):  # nothing to run
         launch("--page-size", "8", ours=["--profile", str(profile)])
     assert (started[0].page_size, started[0].max_total_tokens) == (8, 4096)
@@ -150,16 +150,6 @@ def test_embedded_adds_its_flags_and_keeps_the_users(tmp_path):
     assert env["TRITON_INTERPRET"] == "1" and env["HOME"] == "/h"
     argv, env = serve.launch_command(flags, environ={"HOME": "/h"})
     assert argv[4:] == flags and env == {"HOME": "/h"}
-
-
-def test_a_server_that_does_not_report_the_pool_is_stopped():
-    supervisor = serve._Supervisor(
-        ["true"], None, SimpleNamespace(host=None, port=1, ssl_certfile=None, kv_cache_dtype="nvfp4")
-    )
-    signals = []
-    supervisor.server = SimpleNamespace(signal=signals.append)
-    supervisor._conclude(None)
-    assert signals and "does not report the NVFP4 pool" in supervisor.unproven
 
 
 def test_what_is_judged_is_what_starts(launch, tmp_path):
@@ -190,6 +180,56 @@ def test_flags_that_cannot_be_meant_are_exit_2(launch, tmp_path, monkeypatch, fl
     monkeypatch.chdir(tmp_path)
     code, text = launch(*flags)
     assert code == 2 and message in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "shown"),
+    [
+        (["--grpc-port", "5"], {}, "--grpc-port 5"),
+        (["--grpc-mode"], {}, "--grpc-mode"),
+        (["--smg-grpc-mode"], {}, "--smg-grpc-mode"),
+        (["--encoder-only"], {}, "--encoder-only"),
+        (["--use-ray"], {}, "--use-ray"),
+        (["--checkpoint-engine-wait-weights-before-ready"], {}, "the weights would come in requests"),
+        ([], {"SGLANG_GRPC_PORT": "5"}, "SGLANG_GRPC_PORT 5"),
+        ([], {"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER 1"),
+        ([], {"SGLANG_HTTP_SERVER_APP_PATH": "a:b"}, "SGLANG_HTTP_SERVER_APP_PATH a:b"),
+    ],
+)
+def test_what_cannot_be_held_back_is_exit_2(launch, monkeypatch, flags, environ, shown):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    code, text = launch(*flags)
+    assert code == 2 and shown in text and "leave it out with --kv-cache-dtype nvfp4" in text
+    with pytest.raises(Started):
+        launch(*flags, "--kv-cache-dtype", "bf16")
+    if environ == {"SGLANG_RUST_SERVER": "1"}:
+        monkeypatch.setenv("SGLANG_RUST_SERVER", "0")
+        with pytest.raises(Started):
+            launch()
+
+
+def test_no_canary_is_echoed_as_a_warning(launch, capsys):
+    with pytest.raises(Started):
+        launch(ours=["--no-canary"])
+    assert "fp4kv serve: warning: --no-canary: what the server answers is not" in capsys.readouterr().err
+    with pytest.raises(Started):
+        launch()
+    assert "--no-canary" not in capsys.readouterr().err
+
+
+def test_a_second_node_says_where_the_proof_is(launch, capsys):
+    with pytest.raises(Started):
+        launch("--node-rank", "1", "--nnodes", "2")
+    assert "--node-rank 1: node 0 serves, and it is proven" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
+def test_a_limit_that_is_none_is_exit_2(launch, capsys, seconds):
+    with pytest.raises(SystemExit) as end:
+        launch(ours=["--proof-timeout", seconds])
+    assert end.value.code == 2
+    assert f"{seconds} is no number of seconds above 0" in capsys.readouterr().err
 
 
 def test_a_busy_port_is_exit_2_before_anything_starts(launch):
@@ -223,27 +263,27 @@ def test_other_kv_dtypes_take_a_config_nobody_understands(launch):
     ],
 )
 def test_url(host, certificate, url):
-    assert serve._url(SimpleNamespace(host=host, port=7, ssl_certfile=certificate)) == url
+    assert supervise.server_url(SimpleNamespace(host=host, port=7, ssl_certfile=certificate)) == url
 
 
 SIGNALLED = textwrap.dedent(
     """
     import os, signal, sys
     from types import SimpleNamespace
-    from launcher import serve
+    from launcher import supervise
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # whatever this test run inherited
-    flags = SimpleNamespace(host=None, port=1, ssl_certfile=None, kv_cache_dtype="nvfp4",
-                            admin_api_key=None, api_key=None)
-    server = serve._Supervisor([sys.executable, "-c", sys.argv[3]], None, flags)
-    start = server.server.start
-    def interrupted():
+    flags = SimpleNamespace(host=None, port=1, ssl_certfile=None, api_key=None)
+    launch = SimpleNamespace(flags=flags, kv_dtype="bf16")
+    server = supervise.Supervisor([sys.executable, "-c", sys.argv[3]], os.environ, launch, canary=True, seconds=9)
+    start = supervise.ServerProcess.start
+    def interrupted(process):
         if sys.argv[2] == "before":
             os.kill(os.getpid(), int(sys.argv[1]))
-        start()
+        start(process)
         if sys.argv[2] == "after":
             os.kill(os.getpid(), int(sys.argv[1]))
-    server.server.start = interrupted
+    supervise.ServerProcess.start = interrupted
     code = server.run()
     sys.exit(code if server.server.returncode() is not None else 99)
     """

@@ -1,16 +1,23 @@
 """The real server on the embedded platform, for tests."""
 
 import os
+import subprocess
 import sys
+import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import requests
 
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 
 # A start takes 25 s on two idle cores; a test machine is seldom idle.
 START_TIMEOUT_S = 300
+ROOT = Path(__file__).parents[2]
 
 
 def show_progress(seconds: float, line: str) -> None:
@@ -36,3 +43,90 @@ def embedded_server(
     with ServerProcess(argv, environment, log, port) as server:
         server.wait_ready(START_TIMEOUT_S, show_progress, path=ready)
         yield server
+
+
+def marked_processes(marker: str) -> list[tuple[int, str]]:
+    """(pid, command line) of every process whose environment holds `marker`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if marker.encode() in environ:
+            found.append((int(folder.name), command))
+    return found
+
+
+class Serving:
+    """One run of `fp4kv serve --embedded`, watched from outside as its users see it."""
+
+    def __init__(self, flags: list[str], log: Path, env: dict[str, str], port: int) -> None:
+        self.marker = f"fp4kv-test-{uuid.uuid4().hex}"
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        self._seen: set[int] = set()
+        command = [sys.executable, "-m", "launcher.cli", "serve", "--embedded", "--", *flags]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env, "FP4KV_TEST_MARKER": self.marker},
+            )
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """A user who asks for an answer again and again, from the start to the end."""
+        while not self._ended.wait(0.5):
+            try:
+                body = {"text": "Hello", "sampling_params": {"max_new_tokens": 1}}
+                answer = requests.post(f"{self.url}/generate", json=body, timeout=60)
+                self._seen.add(answer.status_code)
+            except requests.RequestException:
+                pass
+
+    def statuses_seen(self) -> set[int]:
+        """What a user's requests were answered with so far."""
+        return set(self._seen)
+
+    def status(self, path: str) -> int:
+        return requests.get(self.url + path, timeout=60).status_code
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, line: str) -> None:
+        end = time.monotonic() + START_TIMEOUT_S
+        while line not in self.text():
+            assert self.process.poll() is None, self.text()[-3000:]
+            assert time.monotonic() < end, f"no {line!r} within {START_TIMEOUT_S} s"
+            time.sleep(0.2)
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        self._ended.set()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def serving(
+    flags: list[str],
+    *,
+    log: Path,
+    env: dict[str, str] | None = None,
+    port: int | None = None,
+) -> Iterator[Serving]:
+    """`fp4kv serve --embedded` with these flags; killed, if it still runs, when the block ends."""
+    server = Serving(flags, log, env or {}, port or free_port())
+    try:
+        yield server
+    finally:
+        server.end()

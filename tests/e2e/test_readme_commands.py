@@ -1,20 +1,18 @@
 """The README's commands that start servers, run as a reader would."""
 
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from launcher.client import fp4kv_report, generate, server_info
 from launcher.process import free_port
-from tests.e2e.server import START_TIMEOUT_S
+from tests.e2e.server import marked_processes, serving
 from tests.test_readme import make_recipe
 
 pytestmark = pytest.mark.e2e
@@ -48,37 +46,30 @@ def test_make_demo(tmp_path):
     assert "ready after" in done.stderr  # progress while it works
 
 
-def wait_for(line, log, process):
-    begun = time.monotonic()
-    while time.monotonic() - begun < START_TIMEOUT_S:
-        if line in log.read_text():
-            return
-        assert process.poll() is None, log.read_text()[-2000:]
-        time.sleep(1)
-    raise AssertionError(f"no {line!r} within {START_TIMEOUT_S} s")
-
-
 def test_serve(tmp_path):
-    """The README's serve command: proven, answers, ends with SIGTERM and leaves nothing behind."""
-    (command,) = re.findall(r"^\.venv/bin/fp4kv serve (.*)$", README, re.MULTILINE)
+    """The README's serve command: 503 until proven, then answers; ends with SIGTERM, leaves nothing."""
+    (command,) = re.findall(r"^\.venv/bin/fp4kv serve --embedded -- (.*)$", README, re.MULTILINE)
     port = free_port()
-    log = tmp_path / "serve.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.cli", "serve", *shlex.split(command), "--port", str(port)],
-            cwd=ROOT,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ,
-        )
-    try:
-        wait_for("fp4kv serve: proven: target float4_e2m1fn_x2 576 B/token", log, process)
-        url = f"http://127.0.0.1:{port}"
-        assert "391" in generate(url, "<|im_start|>user\nWhat is 17 x 23?<|im_end|>\n<|im_start|>assistant\n", 12).text
-        assert fp4kv_report(server_info(url))["draft"]["dtype"] == "float8_e4m3fn"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-    left = subprocess.run(["pgrep", "-f", f"--port {port}"], capture_output=True, text=True).stdout
-    assert left == ""
+    with serving(shlex.split(command), log=tmp_path / "serve.log", port=port) as server:
+        server.wait_for("fp4kv serve: proven: target float4_e2m1fn_x2 576 B/token")
+        for path in ("/health", "/health_generate", "/ready", "/v1/models", "/server_info"):
+            assert server.status(path) == 503, path
+        assert server.statuses_seen() <= {503}
+        server.wait_for("fp4kv serve: ready after ")
+        for path in ("/health", "/ready", "/v1/models"):
+            assert server.status(path) == 200, path
+        before, _, after = server.text().partition("fp4kv serve: canary passed: 4 prompts, ")
+        assert "planted code recalled" in after and "fired up and ready" not in before
+        question = "<|im_start|>user\nWhat is 17 x 23?<|im_end|>\n<|im_start|>assistant\n"
+        assert "391" in generate(server.url, question, 12).text
+        assert fp4kv_report(server_info(server.url))["draft"]["dtype"] == "float8_e4m3fn"
+        second = subprocess.run(
+            [sys.executable, "-m", "launcher.cli", "serve", "--embedded", "--", *shlex.split(command),
+             "--port", str(port)],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert second.returncode == 2 and f"--port {port}: nothing can listen there" in second.stderr
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    assert {503, 200} == server.statuses_seen()
+    assert marked_processes(server.marker) == []

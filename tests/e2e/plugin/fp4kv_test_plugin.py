@@ -12,10 +12,15 @@ recurrent layers first takes its states out of them.
 
 FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CUDA for the current device.
 
+FP4KV_MISREAD names a file with one word, read at every layer: how the readers deliberately misread the pool.
+"k-scales-for-v" and "next-slot" (the scales of the neighbouring slot) are all readers', with
+"verify-" in front verify's alone; anything else, or no file, reads as it should.
+
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
 """
 
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -60,6 +65,39 @@ def activate():
         from sglang_fp4kv.attention import TritonAttnBackend
 
         TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
+    if os.environ.get("FP4KV_MISREAD"):
+        misread_as_told(os.environ["FP4KV_MISREAD"])
+
+
+def misread(layer, how):
+    """The packed buffers of ``layer`` with the scales that a broken reader would take."""
+    if how == "k-scales-for-v":
+        return dataclasses.replace(layer, v_scales=layer.k_scales)
+    if how == "next-slot":
+        k, v = (scales.roll(-1, 0) for scales in (layer.k_scales, layer.v_scales))
+        return dataclasses.replace(layer, k_scales=k, v_scales=v)
+    return layer
+
+
+def misread_as_told(file):
+    """Lets the readers of sglang_fp4kv.attention misread what ``file`` says."""
+    from sglang_fp4kv.attention import TritonAttnBackend
+
+    def told():
+        return open(file).read().strip() if os.path.exists(file) else ""
+
+    right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
+
+    def pool_layer(backend, layer):
+        return misread(right(backend, layer), told())
+
+    def attend_block(backend, q, k, v, out, pool, *rest):
+        how = told()
+        if how.startswith("verify-"):
+            pool = misread(pool, how.removeprefix("verify-"))
+        return block(backend, q, k, v, out, pool, *rest)
+
+    TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block = pool_layer, attend_block
 
 
 def _budget(size, configurator, _pre_model_load_memory):

@@ -1,0 +1,72 @@
+"""What was judged beside what the worker reports (sglang_fp4kv/proof.py): both must be the same."""
+
+from launcher.launch import memory
+
+PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
+DRAFT_POOL = "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
+_RECIPE = "sglang_fp4kv.recipe.PackedNVFP4Method"
+_BACKEND = "sglang_fp4kv.attention.TritonAttnBackend"
+_FP4 = "float4_e2m1fn_x2"
+_TORCH_NAMES = {
+    "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "bf16": "bfloat16", "bfloat16": "bfloat16",
+}  # fmt: skip
+
+
+def expected_values(launch):
+    """The report's values, by (side, key), that the judged ``launch`` leads to; a Launch with FP4 KV.
+
+    Our own parts only where they serve: nvfp4 on Triton.
+    """
+    held = memory(launch)
+    values = {("target", "dtype"): _FP4}
+    if launch.kv_dtype == "nvfp4" and launch.on_triton:
+        values |= {
+            ("target", "class"): PACKED_POOL,
+            ("target", "recipe"): _RECIPE,
+            ("target", "backend"): _BACKEND,
+            ("target", "workspace_bytes"): 0,
+        }
+        if held.target_cell is not None:
+            values["target", "bytes_per_token"] = held.target_cell
+    if launch.drafter == "DFLASH":
+        values["draft", "dtype"] = _TORCH_NAMES.get(launch.draft_dtype, launch.draft_dtype)
+        if launch.kv_dtype == "nvfp4" and launch.on_triton:
+            values["draft", "class"] = DRAFT_POOL
+        if held.draft_cell:
+            values["draft", "bytes_per_token"] = held.draft_cell
+    return values
+
+
+def differences(launch, states):
+    """Where the scheduler's report is not what was judged, a text each; empty where all is.
+
+    ``states``: internal_states of GET /server_info, one a data-parallel replica.
+    """
+    found = []
+    if len(states) != launch.flags.dp_size:
+        found.append(f"{launch.flags.dp_size} replicas were judged, {len(states)} report")
+    for rank, state in enumerate(states):
+        report = state.get("fp4kv")
+        where = f"replica {rank}: " if len(states) > 1 else ""
+        if report is None:
+            found.append(f"{where}the scheduler does not report what it serves: our plugin is not in it")
+            continue
+        for (side, key), judged in expected_values(launch).items():
+            reported = (report.get(side) or {}).get(key)
+            if reported != judged:
+                found.append(f"{where}{side} {key}: judged {judged}, reported {reported}")
+        if launch.drafter is None and report.get("draft"):
+            found.append(f"{where}no drafter was judged, {report['draft']['class']} is reported")
+    return found
+
+
+def describe(report):
+    """The scheduler's report as one line."""
+    parts = []
+    for side in ("target", "draft"):
+        pool = report[side]
+        if pool:
+            name = pool["class"].rpartition(".")[2]
+            size = f" {pool['bytes_per_token']} B/token" if "bytes_per_token" in pool else ""
+            parts.append(f"{side} {pool['dtype']}{size} in {name}")
+    return "; ".join([*parts, f"{report['max_total_num_tokens']} tokens"])

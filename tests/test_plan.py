@@ -283,6 +283,21 @@ BAD_CONFIGS = {
     "text for a number": ({"num_key_value_heads": "2"}, "num_key_value_heads must be a positive integer, got '2'"),
     "heads by another name": ({"multi_query": True}, "multi_query names the KV heads"),
     "MLA": ({"kv_lora_rank": 512}, "kv_lora_rank: MLA keeps no K and V by head"),
+    "MLA with a head dim of its own": ({"kv_lora_rank": 512, "head_dim": None, "hidden_size": 7168, "num_attention_heads": 128}, "kv_lora_rank: MLA keeps"),
+    "index keys of QSA": ({"indexer_n_heads": 4}, "indexer_n_heads: index keys lie beside K and V, which is not planned"),
+    "index keys of MiniMax": ({"sparse_attention_config": {"sparse_index_dim": 128}}, "sparse_attention_config: index keys lie"),
+    "windows by a pattern": ({"hybrid_layer_pattern": [0, 1, 1, 1]}, "hybrid_layer_pattern: windowed layers get pools"),
+    "windows by layer ids": ({"local_layer_ids": [1]}, "local_layer_ids: windowed layers get pools"),
+    "windows by architecture": ({"architectures": ["Llama4ForConditionalGeneration"]}, "architectures Llama4ForConditionalGeneration: a target with windowed layers"),
+    "layers in groups": ({"layer_group_size": 4}, "layer_group_size: some layers are recurrent"),
+    "mixers": ({"mixer_types": ["minicpm4", "lightning"]}, "mixer_types: some layers may be recurrent"),
+    "kinds by number": ({"attn_type_list": [0, 0, 0, 1]}, "attn_type_list: some layers are recurrent"),
+    "loops": ({"num_loops": 2}, "num_loops: layers run more than once, with K and V for each pass"),
+    "loops by another name": ({"loop_num": 2}, "loop_num: layers run more than once"),
+    "a kind of its own": (
+        {**HYBRID, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["qwen_sparse_attention"]},
+        "layer_types: 'qwen_sparse_attention' is no kind of layer that is planned",
+    ),
     "windows": ({"sliding_window": 512}, "sliding_window: a target with windowed layers"),
     "chunks": ({"attention_chunk_size": 512}, "attention_chunk_size: a target with windowed layers"),
     "too few kinds": ({"layer_types": ["full_attention"]}, "layer_types must list 4 layers, got 1"),
@@ -308,6 +323,37 @@ def test_a_config_that_cannot_be_planned_names_the_key(plan, tmp_path, name):
     found = plan(model, code=2)
     assert found.err.startswith(f"fp4kv plan: {model}/config.json: ") and message in found.err
     assert found.out == ""
+
+
+HARMLESS = {
+    "one pass": {"num_loops": 1, "loop_num": 1},
+    "one layer a group": {"layer_group_size": 1},
+    "attention everywhere": {"attn_type_list": [1] * 4},
+    "nothing in them": {"hybrid_layer_pattern": None, "mixer_types": [], "sparse_attention_config": {}},
+    "a type that derives them": {"model_type": "llama", "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("changes", HARMLESS.values(), ids=HARMLESS)
+def test_keys_that_change_no_pool(plan, plain, tmp_path, changes):
+    model = folder(tmp_path / "m", {**PLAIN, **changes})
+    assert rows(plan, model)[1] == rows(plan, plain)[1]
+
+
+@pytest.mark.parametrize(("kind", "key"), [
+    ("qwen3", "num_key_value_heads"), ("qwen3", "head_dim"), ("qwen3_5_text", "head_dim"), ("mixtral", "num_key_value_heads"),
+])  # fmt: skip
+def test_a_figure_that_only_the_models_class_knows(plan, tmp_path, kind, key):
+    config = {k: v for k, v in {**PLAIN, "model_type": kind}.items() if k != key}
+    assert f"config.json: {key} is missing; model_type '{kind}' has a figure of its own" in (
+        plan(folder(tmp_path / "m", config), code=2).err
+    )
+
+
+def test_layers_without_end_take_no_memory(plan, tmp_path):
+    config = {**HYBRID, "num_hidden_layers": 2_000_000_000}
+    found, _ = rows(plan, folder(tmp_path / "m", config))
+    assert (found["target"]["layers"], found["states"]["layers"]) == (500_000_000, 1_500_000_000)
 
 
 @pytest.mark.parametrize(

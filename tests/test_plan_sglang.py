@@ -227,3 +227,78 @@ def test_a_drafted_hybrid_plan_is_sglangs(configurator, tmp_path, monkeypatch):
         slots, left = sglang_split(configurator, settings, 1_500_000_001, plan.states["slot_bytes"], 16 * drafted)
         assert (row.state_slots, row.tokens) == (slots, left // row.bytes_per_token // 16 * 16)
     assert len(plan.rows) == 8
+
+
+@pytest.mark.parametrize("kind", [*plan_model._OWN_FIGURES, *plan_model._OWN_KV_HEADS, "llama", "cohere", "olmo2", "phi3"])
+def test_figures_that_a_class_adds(kind):
+    """What transformers, and SGLang with it, takes where config.json leaves a key out."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[kind if kind in CONFIG_MAPPING else f"{kind}_text"]
+    made = getattr(made, "sub_configs", {}).get("text_config", made)
+    sizes = [{"hidden_size": heads * 48, "num_attention_heads": heads, "num_hidden_layers": 4} for heads in (24, 48)]
+    heads, dims = zip(
+        *[(getattr(c, "num_key_value_heads", None), getattr(c, "head_dim", None)) for c in (made(**s) for s in sizes)]
+    )
+    assert (heads[0] == heads[1] is not None) == (kind in plan_model._OWN_FIGURES + plan_model._OWN_KV_HEADS)
+    assert (dims[0] not in (None, 48)) == (kind in plan_model._OWN_FIGURES)
+
+
+PUBLISHED = {
+    "Qwen3.5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text", "num_hidden_layers": 62, "num_attention_heads": 24, "num_key_value_heads": 4,
+            "head_dim": 256, "hidden_size": 5120, "full_attention_interval": 4, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "bfloat16", "max_position_embeddings": 262144,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    },
+    "Qwen3-Next": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048,
+        "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    },
+    "Mixtral": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": None,
+    },
+    "Qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "hidden_size": 3584, "sliding_window": 131072, "use_sliding_window": False,
+    },
+    "GLM-4.5": {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 46,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096,
+        "num_nextn_predict_layers": 1,
+    },
+    "Llama without KV heads": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32,
+        "num_attention_heads": 32, "hidden_size": 4096,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_are_sglangs(tmp_path, monkeypatch, name, tp):
+    """A config.json as SGLang's ModelConfig reads it, through transformers' classes."""
+    from sglang.srt.configs import qwen3_next
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelConfig
+
+    monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: tp)
+    monkeypatch.setattr(qwen3_next, "_is_cpu", False)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    theirs = ModelConfig(str(tmp_path))
+    assert not theirs.is_hybrid_swa
+    hybrid = mambaish_config(theirs)
+    layers = len(hybrid.full_attention_layer_ids) if hybrid else theirs.num_attention_layers
+    cell = 2 * theirs.get_num_kv_heads(tp) * (theirs.head_dim + theirs.v_head_dim) * layers
+    flags = parse(["--model-path", str(tmp_path), "--tp-size", str(tp)])
+    plan = make_plan(read_facts(str(tmp_path), "MODEL"), None, flags, Budget(), {}, None)
+    assert plan.rows[0].kv == "bf16" and plan.rows[0].bytes_per_token == cell
+    assert (plan.states and plan.states["slot_bytes"]) == (hybrid and hybrid.mamba2_cache_params.mamba_cache_per_req)

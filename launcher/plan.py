@@ -122,21 +122,31 @@ def plan(args):
         graphs=args.graphs,
         activations=args.activations,
     )
-    return make_plan(facts, draft, flags, budget, dict(args.bytes_per_token), args.page_tokens)
+    measured = dict(args.bytes_per_token)
+    if len(measured) < len(args.bytes_per_token):
+        said = ", ".join(f"{kind}={value}" for kind, value in args.bytes_per_token)
+        raise UsageError(f"--bytes-per-token {said}: one figure for each KV format is needed")
+    return make_plan(facts, draft, flags, budget, measured, args.page_tokens)
 
 
 def _flags(args):
-    words = ["--model-path", args.model, *args.sglang_flags]
+    words = ["--model-path", args.model]
     if args.draft:
         words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", args.draft]
     if args.tp is not None:
         words += ["--tp-size", str(args.tp)]
-    flags = parse(words)
+    flags = parse([*words, *args.sglang_flags])  # what stands last wins, so a second account shows below
     if flags.model_path != args.model:
         raise UsageError(f"--model-path {flags.model_path}: the model is MODEL, {args.model}")
+    if args.tp not in (None, flags.tp_size):
+        raise UsageError(f"--tp-size {flags.tp_size}: --tp says {args.tp}")
     asked = flags.speculative_algorithm
     if asked is not None and (asked.upper() != "DFLASH" or not args.draft):
         raise UsageError(f"--speculative-algorithm {asked}: a plan has a DFLASH draft, named by --draft")
+    if flags.speculative_draft_model_path != args.draft:
+        raise UsageError(
+            f"--speculative-draft-model-path {flags.speculative_draft_model_path}: the draft is named by --draft"
+        )
     for name, plain in _NOT_PLANNED.items():
         value = getattr(flags, name)
         if value not in (None, plain):
@@ -159,7 +169,7 @@ def run(args):
     """Exit codes: 0 planned, 2 bad usage, 3 it does not fit."""
     try:
         found = plan(args)
-        if args.plot:
+        if args.plot is not None:
             from launcher.plan_plot import draw
 
             draw(found, args.plot)

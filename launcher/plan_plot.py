@@ -1,5 +1,7 @@
 """A plan as a bar chart: tokens where memory was given, else bytes per token."""
 
+from pathlib import Path
+
 from launcher.flags import UsageError
 from launcher.plan_table import label
 
@@ -7,8 +9,10 @@ from launcher.plan_table import label
 def draw(plan, path):
     """Writes the chart to ``path``, whose ending names the format.
 
-    Raises: UsageError when matplotlib is missing, or the file cannot be written.
+    Raises: UsageError when the path has no ending, matplotlib is missing, or the file cannot be written.
     """
+    if not Path(path).suffix:  # matplotlib would choose one, and write beside what was named
+        raise UsageError(f"--plot {path!r}: a file with an ending, as out.png, is needed")
     try:
         import matplotlib
     except ImportError:

@@ -34,7 +34,8 @@ class Budget:
 @dataclass(frozen=True)
 class Row:
     """One way to keep K and V. Bytes are of one token on one GPU; ``tokens`` and what follows are None where no
-    memory was given. ``layer_bytes``: of the target in one layer, None where ``measured``."""
+    memory was given. ``layer_bytes``: of the target in one layer, None where ``measured``. ``problem``: why nothing
+    fits; tokens and requests are then 0."""
 
     kv: str
     drafter: str | None
@@ -51,6 +52,7 @@ class Row:
     state_slots: int | None = None
     state_bytes: int | None = None
     state_requests: int | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Plan:
 def make_plan(facts, draft, flags, budget, measured, page_tokens):
     """The Plan for a target's and a draft's facts under SGLang's ``flags``.
 
-    ``measured``: KV format -> bytes per token. Raises: UsageError, PlanError.
+    ``measured``: KV format -> bytes per token. Raises: UsageError; PlanError when no row fits.
     """
     tp, page_size = flags.tp_size, flags.page_size or 1
     context = flags.context_length or facts.max_positions
@@ -110,10 +112,12 @@ def make_plan(facts, draft, flags, budget, measured, page_tokens):
         Row(
             times_fp8=fp8[row["drafter"] is not None] / row["bytes_per_token"],
             **row,
-            **_fill(row, facts, draft, drafts, states, flags, budget, context),
+            **_fill_or_say(row, facts, draft, drafts, states, flags, budget, context),
         )
         for row in rows
     )
+    if all(row.problem for row in rows):
+        raise PlanError(min(rows, key=lambda row: row.bytes_per_token).problem)
     return Plan(
         version=JSON_VERSION,
         model=facts.path,
@@ -169,6 +173,14 @@ def _weights(budget, facts, draft, drafted):
         return budget.weights
     sizes = [f.checkpoint.weights_bytes for f in (facts, draft if drafted else None) if f]
     return None if None in sizes else sum(sizes)
+
+
+def _fill_or_say(row, facts, draft, drafts, states, flags, budget, context):
+    """_fill, or why this row holds nothing: another format may still fit."""
+    try:
+        return _fill(row, facts, draft, drafts, states, flags, budget, context)
+    except PlanError as error:
+        return {"tokens": 0, "requests": 0.0 if context else None, "problem": str(error)}
 
 
 def _fill(row, facts, draft, drafts, states, flags, budget, context):

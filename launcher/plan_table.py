@@ -74,5 +74,6 @@ def render_plan(plan):
         lines += _table(["KV", "bytes/token/layer", "tokens", "page bytes", "state bytes"], rows)
     if plan.unknown:
         lines += ["", f"Not known: {', '.join(plan.unknown)}."]
-    lines += ["", *(fill(f"- {note}", "  ") for note in plan.notes)]
+    problems = [f"{label(row)}: {row.problem}" for row in plan.rows if row.problem]
+    lines += ["", *(fill(f"- {note}", "  ") for note in (*problems, *plan.notes))]
     return "\n".join(lines)

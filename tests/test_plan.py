@@ -226,6 +226,20 @@ def test_memory_that_holds_nothing(plan, plain, hybrid):
     assert "slots for recurrent states of 153,944,064 bytes each" in plan(hybrid, "--memory", "200MB", code=3).err
 
 
+def test_a_format_that_does_not_fit_hides_no_other(plan, plain, hybrid, draft):
+    """Pages of 1,024 tokens: 8.4 MB in BF16, 2.4 MB in NVFP4."""
+    words = (plain, "--kv-memory", "3MB", "--", "--page-size", "1024")
+    _, by = rows(plan, *words)
+    assert (by[NVFP4]["tokens"], by[NVFP4]["problem"]) == (1024, None)
+    problem = "3,000,000 bytes hold no page of 1024 tokens of 8,192 bytes"
+    assert (by[BF16]["tokens"], by[BF16]["requests"], by[BF16]["problem"]) == (0, 0.0, problem)
+    assert f"- bf16: {problem}" in plan(*words).out.splitlines()
+    # Without a drafter 6 slots fit; a drafted block's states leave none.
+    _, by = rows(plan, hybrid, "--draft", draft, "--memory", "3GB")
+    assert by[NVFP4]["tokens"] > 0 and by["nvfp4", "fp8_e4m3", None]["tokens"] == 0
+    assert "slots for recurrent states" in by["nvfp4", "fp8_e4m3", None]["problem"]
+
+
 def test_the_table(plan):
     found = plan(PAIR / "target", "--draft", PAIR / "draft", "--kv-memory", "1GB", "--", "--page-size", "16")
     lines = found.out.splitlines()
@@ -409,6 +423,12 @@ def test_a_draft_that_cannot_be_planned_names_the_key(plan, plain, tmp_path, cha
         (["--", "--speculative-algorithm", "DFLASH"], "--speculative-algorithm DFLASH: a plan has a DFLASH draft, named by --draft"),
         (["--", "--model-path", "other"], "--model-path other: the model is MODEL"),
         (["--", "--no-such-flag"], "unknown flag '--no-such-flag'"),
+        (["--tp", "2", "--", "--tp-size", "4"], "--tp-size 4: --tp says 2"),
+        (["--bytes-per-token", "nvfp4=1", "--bytes-per-token", "nvfp4=2"], "--bytes-per-token nvfp4=1, nvfp4=2: one figure"),
+        (["--", "--speculative-draft-model-path", "d"], "--speculative-draft-model-path d: the draft is named by --draft"),
+        (["--draft", str(PAIR / "draft"), "--", "--speculative-draft-model-path", "d"], "path d: the draft is named"),
+        (["--draft", str(PAIR / "draft"), "--", "--speculative-algorithm", "EAGLE"], "--speculative-algorithm EAGLE: a plan"),
+        (["--plot", ""], "--plot '': a file with an ending, as out.png, is needed"),
         (["stray"], "unexpected argument 'stray'"),
         (["--draft", "no/such/folder"], "--draft no/such/folder: there is no such folder"),
     ],
@@ -448,6 +468,7 @@ def test_a_chart_that_cannot_be_written(plan, plain, tmp_path):
     assert f"--plot {tmp_path}/none/out.png: it cannot be written" in plan(
         plain, "--plot", tmp_path / "none" / "out.png", code=2
     ).err
+    assert f"--plot '{tmp_path}': a file with an ending" in plan(plain, "--plot", tmp_path, code=2).err
     assert "--plot out.nothing: it cannot be written" in plan(plain, "--plot", "out.nothing", code=2).err
 
 

@@ -7,6 +7,8 @@ take `sides` and `global_scales` and are what a server captures in a CUDA graph.
 a slot outside the pool or a NaN is the caller's to avoid there.
 """
 
+import reprlib
+
 import torch
 
 from sglang_fp4kv import formats
@@ -35,6 +37,12 @@ def _check_device(device: torch.device | str) -> torch.device:
             f"got {device} without it"
         )
     return device
+
+
+def _check_tensors(**given: torch.Tensor) -> None:
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got {reprlib.repr(x)}")
 
 
 class PackedCache:
@@ -74,11 +82,14 @@ class PackedCache:
         self.v_global_scale = formats.check_global_scale(v_global_scale)
         self.device = _check_device(device)
         widths = (formats.packed_bytes(head_dim), formats.scale_bytes(head_dim)) * 2
-        self.k_codes, self.k_scales, self.v_codes, self.v_scales = (
-            torch.zeros(self.slots, kv_heads, width, dtype=torch.uint8, device=self.device)
-            for width in widths
-        )
-        self._held = torch.zeros(self.slots, dtype=torch.bool)
+        # Tensors made under inference mode could not be written once it has ended.
+        with torch.inference_mode(False):
+            self.k_codes, self.k_scales, self.v_codes, self.v_scales = (
+                torch.zeros(self.slots, kv_heads, width, dtype=torch.uint8, device=self.device)
+                for width in widths
+            )
+            self._held = torch.zeros(self.slots, dtype=torch.bool)
+        self.device = self.k_codes.device  # "cuda" is another GPU once another one is current
 
     @property
     def slots(self) -> int:
@@ -113,11 +124,12 @@ class PackedCache:
         Sizes: N tokens, H KV heads, D head dim
           k, v   [N, H, D]  bf16 | fp16 | fp32   any strides, last dim contiguous
           slots  [N]        int64                SKIP leaves the row out, whatever is in it
-        Raises: ValueError for a slot that is named twice or is not in the cache, a value that is not
+        Raises: ValueError for what is no tensor, a slot that is named twice or is not in the cache, a value that is not
           finite in a row that is written, other dims or dtypes, another device; RuntimeError during
           CUDA-graph capture. The message has the value; nothing was written
         """
         self._refuse_capture("write", "; capture store_nvfp4 instead")
+        _check_tensors(k=k, v=v)
         check_sources(k, v)
         if tuple(k.shape[1:]) != (self.kv_heads, self.head_dim):
             raise ValueError(
@@ -198,8 +210,9 @@ class PackedCache:
         self._refuse_empty("source", source)
         self._refuse_duplicates("target", target)
         read_from, written = source.to(self.device), target.to(self.device)
-        for side in self.sides:
-            side[written] = side[read_from]
+        rows = [side[read_from] for side in self.sides]
+        for side, row in zip(self.sides, rows, strict=True):
+            side[written] = row
         self._held[target] = True
 
     def free(self, slots: torch.Tensor) -> None:
@@ -223,6 +236,9 @@ class PackedCache:
 
     def _checked(self, name: str, slots: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """slots on the host; ValueError unless they are [count] int64, SKIP or in the cache."""
+        _check_tensors(**{name: slots})
+        if slots.is_meta:
+            raise ValueError(f"{name} must hold values, got a tensor on {slots.device}")
         if slots.dtype != torch.int64:
             raise ValueError(f"{name} must be int64, got {slots.dtype}")
         if slots.ndim != 1 or (count is not None and len(slots) != count):

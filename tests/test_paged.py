@@ -1,7 +1,9 @@
 """PackedCache: write, read, copy and free against the codec, and what its checks refuse."""
 
+import copy
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -145,6 +147,7 @@ def test_slots_written_by_a_kernel_below_are_marked(device):
 
 def test_blocks_and_their_slots(device):
     cache = make_cache(device, blocks=3, page_size=5)
+    assert cache.device == cache.k_codes.device == cache.block_slots(0).device
     assert cache.slots == 15 and cache.block_slots(2).tolist() == [10, 11, 12, 13, 14]
     k, v = tokens(5, device)
     cache.write(k, v, cache.block_slots(1))
@@ -156,6 +159,38 @@ def test_blocks_and_their_slots(device):
     for block in (-1, 3, True, 1.0):
         with pytest.raises(ValueError, match=f"block must be 0 to 2, got {block!r}"):
             cache.block_slots(block)
+
+
+def test_a_cache_made_in_inference_mode_outlives_it(device):
+    with torch.inference_mode():
+        cache = make_cache(device)
+        k, v = tokens(2, device)
+        cache.write(k, v, torch.tensor([3, 20]))
+    assert not any(side.is_inference() for side in cache.sides)
+    cache.write(k, v, torch.tensor([4, 5]))
+    cache.copy(torch.tensor([3]), torch.tensor([60]))
+    cache.free(torch.tensor([3]))
+    assert_reads(cache, torch.tensor([20, 4, 5, 60]), k[[1, 0, 1, 0]], v[[1, 0, 1, 0]])
+    assert cache.free_blocks == [2]
+
+
+def test_values_that_carry_a_gradient(device):
+    cache = make_cache(device)
+    k, v = tokens(2, device)
+    cache.write(k.clone().requires_grad_(), torch.nn.Parameter(v), torch.tensor([3, 20]))
+    assert_reads(cache, torch.tensor([3, 20]), k, v)
+    assert not any(x.requires_grad for x in (*cache.sides, *cache.read(torch.tensor([3]))))
+
+
+def test_a_copy_and_a_pickle_are_caches_of_their_own(device):
+    cache = make_cache(device)
+    k, v = tokens(2, device)
+    cache.write(k, v, torch.tensor([3, 20]))
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        other.free(torch.tensor([3]))
+        other.write(k[:1], v[:1], torch.tensor([20]))
+        assert_reads(other, torch.tensor([20]), k[:1], v[:1])
+    assert_reads(cache, torch.tensor([3, 20]), k, v)
 
 
 def one(device, **changes):
@@ -196,6 +231,10 @@ REFUSED_WRITES = {
     r"slots must be \[3\], got \(2,\)": lambda d: one(d, slots=torch.tensor([1, 2])),
     r"slots must be \[3\], got \(3, 1\)": lambda d: one(d, slots=torch.tensor([[1], [2], [3]])),
     r"v must be on (cpu|cuda:0), got meta": lambda d: one(d, v=tokens(3, "meta")[1]),
+    r"k must be a tensor, got \[\[1\.0\]\]": lambda d: one(d, k=[[1.0]]),
+    r"v must be a tensor, got None": lambda d: one(d, v=None),
+    r"slots must be a tensor, got \[33, 5, 40\]": lambda d: one(d, slots=[33, 5, 40]),
+    r"slots must be a tensor, got array": lambda d: one(d, slots=torch.tensor([33, 5, 40]).numpy()),
 }  # fmt: skip
 
 
@@ -222,6 +261,9 @@ REFUSED_OTHERS = {
     r"dtype must be bfloat16, float16 or float32, got torch.int8": lambda c: c.read(
         torch.tensor([5]), torch.int8
     ),
+    r"slots must be a tensor, got 5": lambda c: c.read(5),
+    r"slots must hold values, got a tensor on meta": lambda c: c.free(torch.tensor([5], device="meta")),
+    r"target must be a tensor, got \[9\]": lambda c: c.copy(torch.tensor([5]), [9]),
     r"source must hold a token, got slot 8 at 0": lambda c: c.copy(torch.tensor([8]), torch.tensor([5])),
     r"target must be distinct, got slot 9 at \[0, 1\]": lambda c: c.copy(
         torch.tensor([5, 6]), torch.tensor([9, 9])

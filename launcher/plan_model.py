@@ -70,8 +70,8 @@ def _config(facts):
     return f"{facts.folder}/config.json"
 
 
-def _positive(facts, key):
-    value = facts.text.get(key)
+def _positive(facts, key, place=None):
+    value = (facts.text if place is None else place).get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         found = "is missing" if value is None else f"must be a positive integer, got {reprlib.repr(value)}"
         raise UsageError(f"{_config(facts)}: {key} {found}")
@@ -222,11 +222,19 @@ def drafter(facts, tp, flags):
         raise UsageError(f"{_config(facts)}: layer_types: {odd[0]} is no kind of layer a draft has")
     window = 0
     if "sliding_attention" in kinds:
-        window = _positive(facts, "sliding_window")
+        # Nemotron 3.5 drafts have theirs elsewhere (get_dflash_attention_sliding_window_size).
+        place, key = facts.text, "sliding_window"
+        if place.get(key) is None and (facts.text.get("dflash_config") or {}).get("swa_window_size") is not None:
+            place, key = facts.text["dflash_config"], "swa_window_size"
+        window = _positive(facts, key, place)
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     asked = flags.speculative_draft_window_size
     if asked is not None:
         windows = tuple(min(asked, own) if own else asked for own in windows)
-    block = flags.speculative_dflash_block_size or flags.speculative_num_draft_tokens
-    tokens = block or facts.block_size or _DRAFT_TOKENS
+    block, drafted = flags.speculative_dflash_block_size, flags.speculative_num_draft_tokens
+    if None not in (block, drafted) and block != drafted:
+        raise UsageError(f"--speculative-dflash-block-size {block}: --speculative-num-draft-tokens says {drafted}")
+    tokens = block or drafted or facts.block_size or _DRAFT_TOKENS
+    if asked is not None and asked < tokens:
+        raise UsageError(f"--speculative-draft-window-size {asked}: a block of {tokens} tokens does not fit in it")
     return Drafter(_attention(facts, count, tp), windows, tokens)

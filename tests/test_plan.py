@@ -170,6 +170,24 @@ def test_a_window_that_is_asked_for(plan, plain, draft):
     assert found["drafter"]["windows"] == [0, 0] and "request_bytes_bf16" not in found["drafter"]
 
 
+def test_a_window_that_only_the_dflash_config_has(plan, plain, tmp_path):
+    keys = {"sliding_window": None, "dflash_config": {"swa_window_size": 1024}}
+    found, _ = rows(plan, plain, "--draft", folder(tmp_path / "d", {**DRAFT, **keys}))
+    assert found["drafter"]["windows"] == [1024, 1024, 1024, 0]
+    keys["dflash_config"]["swa_window_size"] = 0
+    assert "swa_window_size must be a positive integer, got 0" in (
+        plan(plain, "--draft", folder(tmp_path / "d", {**DRAFT, **keys}), code=2).err
+    )
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--speculative-dflash-block-size", "8", "--speculative-num-draft-tokens", "4"], "block-size 8: --speculative-num-draft-tokens says 4"),
+    (["--speculative-draft-window-size", "7"], "--speculative-draft-window-size 7: a block of 8 tokens does not fit in it"),
+])  # fmt: skip
+def test_flags_of_a_draft_that_cannot_be_meant(plan, plain, draft, flags, message):
+    assert message in plan(plain, "--draft", draft, "--", *flags, code=2).err
+
+
 def test_replicated_heads(plan, plain):
     _, two = rows(plan, plain, "--tp", "2")
     found, four = rows(plan, plain, "--tp", "4")

@@ -99,7 +99,8 @@ def swap_nibbles(dump):
 
 def write_outside(dump):
     free = np.setdiff1d(np.arange(len(dump["k_codes"])), dump["slots"])
-    dump["k_codes"][free[0], 0, 5] = 1
+    dump["k_codes"][free[0], 0, 5:7] = 1
+    dump["k_scales"][free[0], 1, 2] = 1
 
 
 def read_otherwise(dump):
@@ -112,7 +113,7 @@ FAULTS = {
     step_scale: ("other", 1, 9),  # its codes may belong to the other scale, too
     nan_scale: ("other", 1, 9),
     swap_nibbles: ("other", 10, 4 * 128),
-    write_outside: ("bytes_outside", 1, 1),
+    write_outside: ("bytes_outside", 3, 3),
     read_otherwise: ("values_read_otherwise", 1, 1),
 }
 
@@ -152,10 +153,26 @@ def test_the_other_neighbour_of_a_tie_is_a_tie_and_of_anything_else_an_error(rep
 @pytest.mark.interpreter
 def test_attention_over_other_rows_is_seen(report_and_dumps):
     dump = copy.deepcopy(report_and_dumps[1]["cache_2x256"])
-    good = decoder.case_report(dump)["attention"]["cosine_to_decoded"]
+    good = decoder.case_report(dump)
+    assert good["attention"]["cosine_to_decoded"] > 0.99999 and decoder.is_clean(decoder.total({"case": good}))
+    as_written = dump["out"].copy()
+    dump["out"][0, 0, 0] = np.nan
+    assert decoder.total({"case": decoder.case_report(dump)})["attention_otherwise"] == 1
+    dump["out"] = as_written
     dump["selected"][0, 1] = dump["selected"][0, 0]
-    assert good > 0.99999
-    assert decoder.case_report(dump)["attention"]["cosine_to_decoded"] < 0.9
+    bad = decoder.case_report(dump)
+    assert bad["attention"]["cosine_to_decoded"] < 0.9
+    summed = decoder.total({"case": bad})
+    assert summed["attention_otherwise"] == 1 and not decoder.is_clean(summed)
+
+
+def test_a_scale_with_a_sign_or_nan_is_no_tie():
+    """Between the two largest scales, 416 and 448: 0x7F and 0xFF would both be cut to 448's neighbour."""
+    x = np.full((1, 16), 6 * 432.0)
+    want = decoder.encode_scales(x, 1.0)
+    other = 0x7E if want[0, 0] == 0x7D else 0x7D
+    ties = [decoder.scale_ties(x, np.full_like(want, got), want, 1.0)[0, 0] for got in (other, 0x7F, 0xFF, 0x80 | other)]
+    assert ties == [True, False, False, False]
 
 
 def test_errors_and_bad_usage_have_their_exit_codes(tmp_path):

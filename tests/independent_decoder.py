@@ -17,7 +17,8 @@ float64. tests/gpu/pool_report.py writes the dumps, one .npz a case:
 
 A byte is exact; or a tie, where a value lies half-way between two neighbours (or so near, 2^-22, that fp32
 cannot tell) and the other one was taken; or other, which is an error. Codes are compared under the scale that
-the pool has. Attention is an error below a cosine of LEAST_COSINE to the decoded reference. Exit codes: 0 no error, 1 errors (the report says which), 2 bad usage.
+the pool has. Attention is an error below a cosine of LEAST_COSINE to the decoded reference.
+Exit codes: 0 no error, 1 errors (the report says which), 2 bad usage.
 """
 
 import json

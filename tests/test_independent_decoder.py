@@ -171,8 +171,8 @@ def test_a_scale_with_a_sign_or_nan_is_no_tie():
     x = np.full((1, 16), 6 * 432.0)
     want = decoder.encode_scales(x, 1.0)
     other = 0x7E if want[0, 0] == 0x7D else 0x7D
-    ties = [decoder.scale_ties(x, np.full_like(want, got), want, 1.0)[0, 0] for got in (other, 0x7F, 0xFF, 0x80 | other)]
-    assert ties == [True, False, False, False]
+    got = [np.full_like(want, byte) for byte in (other, 0x7F, 0xFF, 0x80 | other)]
+    assert [bool(decoder.scale_ties(x, g, want, 1.0)) for g in got] == [True, False, False, False]
 
 
 def test_errors_and_bad_usage_have_their_exit_codes(tmp_path):

@@ -25,7 +25,8 @@ _NOT_PLANNED = {
     "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "attn_cp_size": 1, "dcp_size": 1,
     "enable_dp_attention": False, "enable_unified_memory": False, "enable_kv_cache_sharding": False,
     "enable_hisparse": False, "enable_int8_mamba_checkpoint": False,
-    "enable_linear_replayssm_spec": False,
+    "enable_linear_replayssm_spec": False, "disaggregation_mode": "null", "prefill_only_disable_kv_cache": False,
+    "json_model_override_args": "{}",
 }  # fmt: skip
 _POSITIVE = (
     "tp_size", "page_size", "context_length", "max_total_tokens", "max_running_requests",

@@ -107,9 +107,9 @@ def plan(args):
     """
     flags = _flags(args)
     facts = read_facts(args.model, "MODEL")
-    draft = read_facts(args.draft, "--draft") if args.draft else None
+    draft = read_facts(args.draft, "--draft") if args.draft is not None else None
     for path, found in ((args.model, facts), (args.draft, draft)):
-        if path and found is None:
+        if path is not None and found is None:
             raise UsageError(f"{path} is not on this machine: a folder with its config.json is needed")
     for name in ("weights", "graphs", "activations"):
         if getattr(args, name) is not None and args.gpu_memory is None:
@@ -132,7 +132,7 @@ def plan(args):
 
 def _flags(args):
     words = ["--model-path", args.model]
-    if args.draft:
+    if args.draft is not None:
         words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", args.draft]
     if args.tp is not None:
         words += ["--tp-size", str(args.tp)]
@@ -142,7 +142,7 @@ def _flags(args):
     if args.tp not in (None, flags.tp_size):
         raise UsageError(f"--tp-size {flags.tp_size}: --tp says {args.tp}")
     asked = flags.speculative_algorithm
-    if asked is not None and (asked.upper() != "DFLASH" or not args.draft):
+    if asked is not None and (asked.upper() != "DFLASH" or args.draft is None):
         raise UsageError(f"--speculative-algorithm {asked}: a plan has a DFLASH draft, named by --draft")
     if flags.speculative_draft_model_path != args.draft:
         raise UsageError(

@@ -124,9 +124,9 @@ class PackedCache:
         Sizes: N tokens, H KV heads, D head dim
           k, v   [N, H, D]  bf16 | fp16 | fp32   any strides, last dim contiguous
           slots  [N]        int64                SKIP leaves the row out, whatever is in it
-        Raises: ValueError for what is no tensor, a slot that is named twice or is not in the cache, a value that is not
-          finite in a row that is written, other dims or dtypes, another device; RuntimeError during
-          CUDA-graph capture. The message has the value; nothing was written
+        Raises: ValueError for what is no tensor, a slot that is named twice or is not in the cache, a
+          value that is not finite in a row that is written, other dims or dtypes, another device;
+          RuntimeError during CUDA-graph capture. The message has the value; nothing was written
         """
         self._refuse_capture("write", "; capture store_nvfp4 instead")
         _check_tensors(k=k, v=v)

@@ -451,6 +451,7 @@ def test_a_draft_that_cannot_be_planned_names_the_key(plan, plain, tmp_path, cha
         (["--draft", str(PAIR / "draft"), "--", "--speculative-algorithm", "EAGLE"], "--speculative-algorithm EAGLE: a plan"),
         (["--plot", ""], "--plot '': a file with an ending, as out.png, is needed"),
         (["stray"], "unexpected argument 'stray'"),
+        (["--draft", ""], "--draft '': a folder or a hub id is needed"),
         (["--draft", "no/such/folder"], "--draft no/such/folder: there is no such folder"),
     ],
 )

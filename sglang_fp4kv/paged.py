@@ -149,17 +149,18 @@ class PackedCache:
                     f"{name} must be finite, got {x[token, head, element].item()} at token {token}, "
                     f"head {head}, element {element}"
                 )
-        store_nvfp4(
-            k,
-            v,
-            host.to(self.device),
-            self.k_codes,
-            self.v_codes,
-            self.k_scales,
-            self.v_scales,
-            self.k_global_scale,
-            self.v_global_scale,
-        )
+        with torch.cuda.device_of(self.k_codes):  # Triton launches on the current GPU
+            store_nvfp4(
+                k,
+                v,
+                host.to(self.device),
+                self.k_codes,
+                self.v_codes,
+                self.k_scales,
+                self.v_scales,
+                self.k_global_scale,
+                self.v_global_scale,
+            )
         self._held[host[written]] = True
 
     def mark_written(self, slots: torch.Tensor) -> None:
@@ -187,7 +188,8 @@ class PackedCache:
         k, v = (
             torch.empty(len(host), self.kv_heads, self.head_dim, device=self.device) for _ in "kv"
         )
-        unpack_nvfp4(*self.sides, host.clamp_min(0).to(self.device), k, v)
+        with torch.cuda.device_of(self.k_codes):
+            unpack_nvfp4(*self.sides, host.clamp_min(0).to(self.device), k, v)
         skipped = (host == SKIP).to(self.device)
         return tuple(
             (x * scale).masked_fill_(skipped[:, None, None], 0.0).to(dtype)

@@ -401,3 +401,33 @@ def test_neither_a_model_nor_sglang_is_needed():
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'sglang', 'transformers', 'flashinfer'}))"
     )
     assert out.strip() == "[]"
+
+
+def test_kernels_start_on_the_gpu_that_holds_the_cache(device, monkeypatch):
+    """Triton launches on the current GPU, whichever the tensors are on."""
+    cache = make_cache(device)
+    current = []
+
+    class Current:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            current.append(self.tensor)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    def inside(kernel):
+        def call(*args, **kwargs):
+            assert len(current) == 1 and current[0] is cache.k_codes
+            return kernel(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "device_of", Current)
+    for name in ("store_nvfp4", "unpack_nvfp4"):
+        monkeypatch.setattr(paged, name, inside(getattr(paged, name)))
+    k, v = tokens(2, device)
+    cache.write(k, v, torch.tensor([3, 40], device=device))
+    assert_reads(cache, torch.tensor([40, 3]), k.flip(0), v.flip(0))

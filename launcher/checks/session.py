@@ -1,0 +1,127 @@
+"""What a check asks through: servers by name, one prefix-cache namespace a check, everything recorded."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from launcher.checks import exchange as kinds
+from launcher.checks.server import CHAT, COMPLETIONS, ServerGone
+from launcher.checks.suite import Suite
+
+TARGET, CONTROL, UNDRAFTED, ONE_CHUNK = "target", "control", "undrafted", "one-chunk"
+_RESERVE_TOKENS = 64  # of the context, for the chat template and what a tokenizer does otherwise
+
+
+class NotRun(Exception):
+    """The check cannot be asked here; the message says why. Never a pass."""
+
+
+class Session:
+    """``servers``: Server by name. ``salt``: names this run, so that no prompt is cached from another."""
+
+    def __init__(self, options, servers, recording, salt, progress=None):
+        self.options, self.servers, self.recording, self.salt = options, servers, recording, salt
+        self.suite = Suite(options.suite, max_tokens=options.max_tokens, seed=options.seed)
+        self.progress = progress or (lambda *_: None)
+        self.began = time.monotonic()
+        self.check = None
+        self._asked = 0
+        self._tokens_a_sentence = None
+
+    def begin(self, check):
+        self.check, self._asked = check, 0
+        self.progress(check, 0, "")
+
+    def facts(self, server=TARGET):
+        return self.recording.facts[server]
+
+    def has(self, server):
+        return server in self.servers
+
+    def ask(self, prompt, *, server=TARGET, item=None, step="", salt="", **more):
+        """Asks ``prompt`` in the chat endpoint; records and returns the Exchange.
+
+        Raises: ServerGone
+        """
+        body = {
+            **prompt.body(),
+            "seed": self.suite.seed,
+            "cache_salt": f"{self.salt}/{self.check}/{salt}",
+            "return_token_ids": True,
+            "return_meta_info": True,
+            **more,
+        }
+        return self._send(CHAT, body, server, item or prompt.id, step)
+
+    def ask_all(self, calls):
+        """Asks all of ``calls`` (keyword arguments of `ask`) at once; their Exchanges in order.
+
+        Raises: ServerGone, once every other answer is in.
+        """
+        with ThreadPoolExecutor(max(1, len(calls))) as pool:
+            pending = [pool.submit(self.ask, **call) for call in calls]
+        return [done.result() for done in pending]
+
+    def probe(self, exchange, position):
+        """Asks the exchange's server for its two best tokens after ``position`` of its own output tokens.
+
+        Recorded under the step "margin STEP POSITION", for `same.judge` to find. Nothing is asked where
+        the exchange brought its margins along, or no token ids.
+        """
+        if exchange.gaps is not None or not exchange.prompt_ids or not self.has(exchange.server):
+            return
+        body = {
+            "prompt": [*exchange.prompt_ids, *exchange.tokens[:position]],
+            "max_tokens": 1,
+            "logprobs": 2,
+            "cache_salt": exchange.request.get("cache_salt"),
+        }
+        step = f"margin {exchange.step} {position}"
+        self._send(COMPLETIONS, body, exchange.server, exchange.item, step)
+
+    def _send(self, endpoint, body, server, item, step):
+        asked = self.servers[server].ask(
+            endpoint, body, check=self.check, item=item, step=step, run_began=self.began
+        )
+        self.recording.add(asked)
+        self._asked += 1
+        self.progress(self.check, self._asked, f"{server} {item} {step}".rstrip())
+        if asked.problem == kinds.GONE:
+            self.servers[server].confirm_gone(f"{server} stopped answering: {asked.message}")
+        return asked
+
+    def room(self, server=TARGET):
+        """The longest prompt in tokens that leaves room for an answer.
+
+        Raises: NotRun when the server does not say its context length, or it is too short for any.
+        """
+        context = self.facts(server).context_tokens
+        if context is None:
+            raise NotRun(f"the {server} server does not say its context length")
+        room = context - self.suite.max_tokens - _RESERVE_TOKENS
+        if room < 64:
+            raise NotRun(
+                f"context too short: {context} tokens, of which an answer takes {self.suite.max_tokens}"
+            )
+        return room
+
+    def sentences(self, tokens):
+        """How many filler sentences make about ``tokens`` tokens of this server's tokenizer.
+
+        Measured once, by the usage of a request for one token.
+        """
+        if self._tokens_a_sentence is None:
+            count = 24
+            text = " ".join(self.suite.text(count, "ratio"))
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+            asked = self._send(CHAT, body, TARGET, "filler", "ratio")
+            if not asked.answered or not asked.prompt_tokens:
+                raise NotRun(f"the length of a text in tokens is unknown: {asked.message or 'no usage reported'}")
+            self._tokens_a_sentence = asked.prompt_tokens / count
+        return max(2, int(tokens / self._tokens_a_sentence))
+
+    def each(self, servers):
+        """The named servers of ``servers`` that this run has and that still answer."""
+        return [s for s in servers if self.has(s) and (s == TARGET or not self.servers[s].gone)]
+
+
+__all__ = ["CONTROL", "ONE_CHUNK", "TARGET", "UNDRAFTED", "NotRun", "ServerGone", "Session"]

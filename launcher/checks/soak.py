@@ -1,0 +1,158 @@
+"""Fill the pool past 0.6, then past 0.95 of its tokens with retraction, and ask again."""
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from launcher.checks import bounds, same
+from launcher.checks.ability import suite_of
+from launcher.checks.health import mean_accept
+from launcher.checks.result import ERROR, FAIL, NOT_RUN, PASS, Item, settle
+from launcher.checks.session import TARGET, NotRun
+
+SOAK = "soak"
+_SAMPLE_S = 0.2
+# Requests of a stage fill this share of the pool when all of their answers are out. Past 1 the scheduler
+# runs out of slots while they decode, which is what makes it retract.
+_FILL = {0.6: 0.8, 0.95: 1.5}
+_REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
+_MAX_ALONE = 2  # retracted answers that are asked for again alone
+
+
+def probes(suite):
+    """What is asked before and after."""
+    return [*suite.prompts("arithmetic")[:2], *suite.workload("chat")[:1], *suite.workload("code")[:1]]
+
+
+def plan_load(facts, room, usage):
+    """(requests, prompt tokens, answer tokens of each) that fill the pool past ``usage``.
+
+    The scheduler admits a request when its prompt and a part of what it may still write fit, so answers
+    are long: it admits more than the pool holds in the end.
+    Raises: NotRun when the server's requests and context cannot fill its pool.
+    """
+    tokens = _FILL[usage] * facts.pool_tokens
+    requests = min(facts.running_requests, max(_REQUESTS, math.ceil(tokens / room)))
+    each = math.ceil(tokens / requests)
+    if each > room:
+        share = requests * room / facts.pool_tokens
+        if share <= max(bounds.SOAK_USAGE) + 0.1:
+            raise NotRun(
+                f"{requests} requests of at most {room:,} tokens fill {share:.2f} of the pool's"
+                f" {facts.pool_tokens:,} tokens; start the server with a smaller --max-total-tokens"
+            )
+        each = room
+    # Prompts alone stay below the pool where it is to be overfilled by the answers.
+    prompt = int(min(0.8 * each, 0.9 * facts.pool_tokens / requests))
+    return requests, prompt, each - prompt
+
+
+def ask_soak(session):
+    facts = session.facts()
+    if not facts.pool_tokens or not facts.running_requests:
+        raise NotRun("the server does not say how many tokens its pool holds and how many requests it runs")
+    if session.servers[TARGET].usage() is None:
+        raise NotRun("the server does not report its pool's usage at /v1/loads")
+    room = session.room()
+    plans = {usage: plan_load(facts, room, usage) for usage in bounds.SOAK_USAGE}
+    for prompt in probes(session.suite):
+        session.ask(prompt, step="uncached")
+        session.ask(prompt, step="before")
+    for usage, (requests, prompt_tokens, answer_tokens) in plans.items():
+        _fill(session, usage, requests, prompt_tokens, answer_tokens)
+        for prompt in probes(session.suite):
+            after = session.ask(prompt, step=f"after {usage:g}")
+            same.ask_margin(session, session.recording.one(SOAK, prompt.id, step="before"), after)
+    _ask_retracted_alone(session)
+
+
+def _fill(session, usage, requests, prompt_tokens, answer_tokens):
+    """One stage: all requests at once, with the pool's usage sampled until the last has its answer."""
+    sentences = session.sentences(prompt_tokens)
+    plan = [[f"load-{usage:g}-{n}", sentences, 0.5] for n in range(requests)]
+    session.recording.note(SOAK, "load", usage=usage, prompts=plan)
+    more = {"max_tokens": answer_tokens, "ignore_eos": True}
+    peak, done = 0.0, threading.Event()
+
+    def sample():
+        nonlocal peak
+        while not done.wait(_SAMPLE_S):
+            peak = max(peak, session.servers[TARGET].usage() or 0.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(sample)
+        try:
+            session.ask_all(
+                [{"prompt": session.suite.recall(*entry), "step": f"load {usage:g}", **more} for entry in plan]
+            )
+        finally:
+            done.set()
+            watching.result()
+            session.recording.note(SOAK, "peak", usage=usage, reached=peak)
+
+
+def _retracted(recording):
+    return [e for e in recording.find(SOAK) if e.step.startswith("load ") and e.answered and e.retractions]
+
+
+def _ask_retracted_alone(session):
+    """Retracted answers again, alone: what was computed anew after the retraction has to be the same."""
+    prompts = {}
+    for event in session.recording.events_of(SOAK, "load"):
+        prompts |= {entry[0]: session.suite.recall(*entry) for entry in event["prompts"]}
+    for loaded in _retracted(session.recording)[:_MAX_ALONE]:
+        more = {"max_tokens": loaded.request["max_tokens"], "ignore_eos": True}
+        alone = session.ask(prompts[loaded.item], step="alone", **more)
+        same.ask_margin(session, alone, loaded)
+
+
+def score_soak(recording):
+    items = []
+    for usage in bounds.SOAK_USAGE:
+        items += _stage(recording, usage)
+    for loaded in _retracted(recording)[:_MAX_ALONE]:
+        alone = recording.one(SOAK, loaded.item, step="alone")
+        if alone is not None:
+            items.append(_not_cut(same.judge(recording, alone, loaded, f"{loaded.item} retracted")))
+    peaks = {f"{e['usage']:g}": e["reached"] for e in recording.events_of(SOAK, "peak")}
+    retractions = sum(e.retractions for e in _retracted(recording))
+    shown = ", ".join(f"{reached:.2f}" for reached in peaks.values())
+    before = mean_accept(recording.find(SOAK, step="before"))
+    numbers = {"peaks": peaks, "retractions": retractions, "accept_before": before}
+    return settle(SOAK, items, f"pool filled to {shown}, {retractions} retractions", numbers)
+
+
+def _not_cut(item):
+    """Load answers are asked to run to their max_tokens; compared as far as that goes, they are whole."""
+    return Item(item.name, PASS, "equal") if item.status == "cut" else item
+
+
+def _stage(recording, usage):
+    """The Items of one stage: was the pool filled, did every request get an answer, and the answers after."""
+    peak = next((e for e in recording.events_of(SOAK, "peak") if e["usage"] == usage), None)
+    if peak is None:
+        return []
+    loads = recording.find(SOAK, step=f"load {usage:g}")
+    failed = [e for e in loads if not e.answered]
+    items = [
+        Item(e.item, ERROR, f"{e.problem}: {e.message}") for e in failed
+    ]
+    name = f"usage {usage:g}"
+    if peak["reached"] <= usage:
+        items.append(Item(name, NOT_RUN, f"the pool was filled to {peak['reached']:.2f} only"))
+    else:
+        items.append(Item(name, PASS, f"reached {peak['reached']:.2f}"))
+    if usage == max(bounds.SOAK_USAGE) and not any(e.retractions for e in loads):
+        items.append(Item("retraction", NOT_RUN, "no request was retracted"))
+    prompts = probes(suite_of(recording))
+    for prompt in prompts:
+        after = recording.one(SOAK, prompt.id, step=f"after {usage:g}")
+        before = recording.one(SOAK, prompt.id, step="before")
+        if after is not None:
+            items.append(same.judge(recording, before, after, f"{prompt.id} after {usage:g}"))
+    ratio = [mean_accept(recording.find(SOAK, step=step)) for step in ("before", f"after {usage:g}")]
+    if None not in ratio:
+        kept = ratio[1] >= bounds.SOAK_ACCEPT_SHARE * ratio[0]
+        detail = f"accept length {ratio[0]:.2f} before, {ratio[1]:.2f} after"
+        items.append(Item(f"accept {usage:g}", PASS if kept else FAIL, detail))
+    return items

@@ -1,17 +1,17 @@
 """Arithmetic, tool calls, and a planted code recalled: right or wrong, with the control's answer beside it."""
 
+from launcher.checks import suite
+from launcher.checks.options import from_json
 from launcher.checks.result import ERROR, FAIL, NOT_RUN, PASS, Item, settle
 from launcher.checks.scoring import judge_text, judge_tool_call
 from launcher.checks.session import CONTROL, TARGET
-from launcher.checks.suite import Suite
 
 ARITHMETIC, TOOL_CALL, RECALL = "arithmetic", "tool-call", "recall"
 
 
 def suite_of(recording):
-    """The suite a run asked."""
-    options = recording.run["options"]
-    return Suite(options["suite"], max_tokens=options["max_tokens"], seed=options["seed"])
+    """The Suite that a run on file asked."""
+    return suite.suite_of(from_json(recording.run["options"]))
 
 
 def judge_prompt(exchange, prompt):
@@ -70,11 +70,6 @@ def depths(options, room):
     return [(asked, fits) for fits, asked in found.items()]
 
 
-def recall_prompts(session_or_run, plan):
-    """The recall prompts of a plan, a list of (id, sentences, position)."""
-    return [session_or_run.recall(id, sentences, position) for id, sentences, position in plan]
-
-
 def ask_recall(session):
     room = min(session.room(server) for server in session.each((TARGET, CONTROL)))
     plan = []
@@ -85,7 +80,7 @@ def ask_recall(session):
             plan.append([f"{fits}@{position:g}", sentences, position])
     capped = [asked for asked in session.options.depths if asked > room]
     session.recording.note(RECALL, "plan", prompts=plan, capped=capped, room=room)
-    for prompt in recall_prompts(session.suite, plan):
+    for prompt in (session.suite.recall(*entry) for entry in plan):
         for server in session.each((TARGET, CONTROL)):
             session.ask(prompt, server=server)
 
@@ -94,11 +89,14 @@ def score_recall(recording):
     plan = recording.event(RECALL, "plan")
     if plan is None:
         return settle(RECALL, (), "")
-    prompts = recall_prompts(suite_of(recording), plan["prompts"])
+    asked_of = suite_of(recording)
+    prompts = [asked_of.recall(*entry) for entry in plan["prompts"]]
     note = ""
     if plan["capped"]:
         asked = ", ".join(f"{depth:,}" for depth in plan["capped"])
-        note = f"; asked for {asked} tokens, capped at {plan['room']:,} by the server's context length"
+        facts = recording.facts[TARGET]
+        limit = "pool" if facts.context_tokens == facts.pool_tokens else "context length"
+        note = f"; asked for {asked} tokens, capped at {plan['room']:,} by the server's {limit} of {facts.context_tokens:,}"
     truncated = [_truncated(recording, prompt) for prompt in prompts]
     result = judge_all(RECALL, recording, prompts, {"depths": by_depth(recording, prompts)}, note)
     problems = [item for item in truncated if item is not None]

@@ -33,6 +33,7 @@ def add_parser(subparsers):
     add("--depths", type=_numbers(int), default=DEPTHS, metavar="N,..", help=f"tokens before the question of a recall (default {','.join(map(str, DEPTHS))})")
     add("--positions", type=_numbers(float), default=POSITIONS, metavar="P,..", help=f"of the code, 0 to 1 (default {','.join(map(str, POSITIONS))})")
     add("--answers", type=int, default=ANSWERS, metavar="N", help=f"compared with the control (default {ANSWERS})")
+    add("--prompts", type=int, metavar="N", help="at most so many prompts of a kind, for a slow server (default: all)")
     add("--max-tokens", type=int, metavar="N", help="of an answer (default: the suite's)")
     add("--seed", type=int, metavar="N", help="of texts and codes (default: the suite's)")
     add("--floor", type=_floor, action="append", default=[], metavar="[WORKLOAD=]N", help=f"accept length; workloads {', '.join(WORKLOADS)}")
@@ -95,7 +96,7 @@ def options_of(args):
     return Options(
         url=args.url, control=args.control, undrafted=args.undrafted, one_chunk=args.one_chunk, suite=args.suite,
         only=args.only, skip=args.skip, depths=args.depths, positions=args.positions, answers=args.answers,
-        max_tokens=args.max_tokens, seed=args.seed, floors=tuple(floors.items()), kv=args.kv, model=args.model,
+        prompts=args.prompts, max_tokens=args.max_tokens, seed=args.seed, floors=tuple(floors.items()), kv=args.kv, model=args.model,
         timeout_s=args.timeout,
     )  # fmt: skip
 

@@ -17,7 +17,8 @@ class Options:
     """``url``: the server to check. ``control``: one with FP8 or BF16 KV. ``undrafted``: the same launch
     without its drafter, a URL or the folder of a run of it. ``one_chunk``: the same launch with prefill
     in larger chunks. ``floors``: accept length by workload, "" for all others. ``only``, ``skip``: check
-    ids. ``kv``: the KV format where the server does not say.
+    ids. ``prompts``: at most so many of a kind, for a slow server. ``kv``: the KV format where the server
+    does not say.
 
     Raises: UsageError for what cannot be meant.
     """
@@ -32,6 +33,7 @@ class Options:
     depths: tuple = DEPTHS
     positions: tuple = POSITIONS
     answers: int = ANSWERS
+    prompts: int | None = None
     max_tokens: int | None = None
     seed: int | None = None
     floors: tuple = ()
@@ -52,7 +54,7 @@ class Options:
         for position in self.positions:
             if not 0 <= position <= 1:
                 raise UsageError(f"--positions {position}: from 0 (the beginning) to 1 (the end)")
-        for name, least in (("answers", 1), ("max_tokens", 1), ("timeout_s", 1)):
+        for name, least in (("answers", 1), ("prompts", 1), ("max_tokens", 1), ("timeout_s", 1)):
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:
                 raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} {value}: at least {least}")

@@ -22,7 +22,7 @@ from launcher.checks.registry import CHECKS
 from launcher.checks.result import ERROR, FAIL, NOT_RUN, PASS, SKIPPED, Result
 from launcher.checks.server import Server, ServerGone, facts_json
 from launcher.checks.session import CONTROL, ONE_CHUNK, TARGET, UNDRAFTED, NotRun, Session
-from launcher.checks.suite import Suite
+from launcher.checks.suite import suite_of
 from launcher.flags import UsageError
 from launcher.probe import installed_versions
 
@@ -82,6 +82,7 @@ def _ask(check, session, lost):
         return note(check.id, "stopped", server=TARGET, message=lost[TARGET])
     try:
         check.ask(session)
+        note(check.id, "asked")
     except NotRun as reason:
         # A server that was named and cannot be reached is no server that was not named.
         named = next((lost[name] for name in lost if f"--{name}" in str(reason)), None)
@@ -124,8 +125,10 @@ def _recorded_undrafted(options):
         raise UsageError(f"--undrafted {folder}: neither a URL nor the folder of a run")
     found = record.load(folder)
     theirs = from_json(found.run["options"])
-    if (theirs.suite, theirs.seed, theirs.max_tokens) != (options.suite, options.seed, options.max_tokens):
-        raise UsageError(f"--undrafted {folder}: that run asked other prompts (suite {theirs.suite}, seed {theirs.seed}, max tokens {theirs.max_tokens})")
+    for name in ("suite", "seed", "max_tokens", "prompts"):
+        one, other = getattr(theirs, name), getattr(options, name)
+        if one != other:
+            raise UsageError(f"--undrafted {folder}: that run asked other prompts ({name} {one}, not {other})")
     if found.facts[TARGET].drafter != "":
         raise UsageError(f"--undrafted {folder}: its server ran the drafter {found.facts[TARGET].drafter!r}")
     return found
@@ -138,7 +141,7 @@ def _copy_undrafted(theirs, recording):
 
 
 def _about(options, servers, facts, salt, command):
-    suite = Suite(options.suite, max_tokens=options.max_tokens, seed=options.seed)
+    suite = suite_of(options)
     return {
         "format": record.FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -178,9 +181,13 @@ def judge(recording):
 def _score(check, recording, *, skipped):
     if skipped:
         return Result(check.id, SKIPPED, "left out with --skip")
-    not_run, stopped = (recording.event(check.id, kind) for kind in ("not run", "stopped"))
+    not_run, stopped, asked = (recording.event(check.id, kind) for kind in ("not run", "stopped", "asked"))
     if not_run is not None:
         return Result(check.id, NOT_RUN, not_run["message"])
+    if stopped is None and asked is None:
+        if not recording.find(check.id):
+            return Result(check.id, NOT_RUN, "the run ended before it")
+        stopped = {"message": "the run ended in the middle of it"}
     result = check.score(recording)
     if stopped is not None and result.status != FAIL:
         summary = stopped["message"] + (f"; until then: {result.summary}" if result.items else "")

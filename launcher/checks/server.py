@@ -31,8 +31,8 @@ class Facts:
     """What a server says about itself; None where it does not say.
 
     ``kv_format``: "bf16", "fp8_e4m3" or "nvfp4". ``kv_dtype``: SGLang's own word. ``context_tokens``:
-    prompt and answer together. ``chunk_tokens``: of a prefill, -1 for no chunks. ``drafter``: the
-    algorithm, "" for none.
+    prompt and answer together; no more than the pool holds. ``chunk_tokens``: of a prefill, -1 for no
+    chunks. ``drafter``: the algorithm, "" for none.
     """
 
     url: str
@@ -56,6 +56,7 @@ class Server:
         self.name, self.url, self.timeout_s, self.clock = name, url.rstrip("/"), timeout_s, clock
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
         self.model, self.info, self.gone, self.facts = model, None, None, Facts(self.url)
+        self._timeouts = 0  # in a row
 
     def _request(self, method, path, timeout_s, body=None):
         # Neither proxies nor .netrc of the environment.
@@ -108,8 +109,10 @@ class Server:
             answer = self._request("POST", endpoint, self.timeout_s, body)
             http = answer.status_code
             response, problem, message = _read(answer, endpoint)
+            self._timeouts = 0
         except requests.Timeout:
             problem, message = kinds.TIMEOUT, f"no answer within {self.timeout_s:g} s"
+            self._timeouts += 1
         except requests.RequestException as error:
             problem, message = kinds.GONE, f"the connection broke ({_short(error)})"
         return Exchange(
@@ -118,7 +121,12 @@ class Server:
         )  # fmt: skip
 
     def confirm_gone(self, message):
-        """After a broken connection: raises ServerGone unless the server still accepts one."""
+        """After a connection broke or timed out: raises ServerGone unless the server is still there.
+
+        Two timeouts in a row are taken for a server that hangs; waiting on would take hours.
+        """
+        if self._timeouts >= 2:
+            raise self._lost(f"{self.name} hangs: two answers in a row took more than {self.timeout_s:g} s")
         try:
             self._request("GET", "/health", 10)
         except requests.Timeout:
@@ -134,6 +142,8 @@ class Server:
 def facts(url, model, listed, info):
     """The Facts in a /v1/models entry and a /server_info answer."""
     kv_dtype = info.get("kv_cache_dtype")
+    # A request longer than the pool is refused as one longer than the context is.
+    limits = (listed.get("max_model_len") or info.get("context_length"), info.get("max_total_num_tokens"))
     drafter = info.get("speculative_algorithm") if info else None
     return Facts(
         url=url,
@@ -142,7 +152,7 @@ def facts(url, model, listed, info):
         kv_dtype=kv_dtype,
         kv_format=KV_FORMATS.get(kv_dtype),
         device=info.get("device"),
-        context_tokens=listed.get("max_model_len") or info.get("context_length"),
+        context_tokens=min((limit for limit in limits if limit), default=None),
         chunk_tokens=info.get("chunked_prefill_size"),
         pool_tokens=info.get("max_total_num_tokens"),
         running_requests=info.get("max_running_requests"),

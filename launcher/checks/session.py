@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from launcher.checks import exchange as kinds
 from launcher.checks.server import CHAT, COMPLETIONS, ServerGone
-from launcher.checks.suite import Suite
+from launcher.checks.suite import suite_of
 
 TARGET, CONTROL, UNDRAFTED, ONE_CHUNK = "target", "control", "undrafted", "one-chunk"
 _RESERVE_TOKENS = 64  # of the context, for the chat template and what a tokenizer does otherwise
@@ -20,7 +20,7 @@ class Session:
 
     def __init__(self, options, servers, recording, salt, progress=None):
         self.options, self.servers, self.recording, self.salt = options, servers, recording, salt
-        self.suite = Suite(options.suite, max_tokens=options.max_tokens, seed=options.seed)
+        self.suite = suite_of(options)
         self.progress = progress or (lambda *_: None)
         self.began = time.monotonic()
         self.check = None
@@ -85,7 +85,7 @@ class Session:
         self.recording.add(asked)
         self._asked += 1
         self.progress(self.check, self._asked, f"{server} {item} {step}".rstrip())
-        if asked.problem == kinds.GONE:
+        if asked.problem in (kinds.GONE, kinds.TIMEOUT):
             self.servers[server].confirm_gone(f"{server} stopped answering: {asked.message}")
         return asked
 

@@ -25,12 +25,12 @@ class Prompt:
 
 
 class Suite:
-    """``max_tokens`` and ``seed`` override the file's."""
+    """``max_tokens`` and ``seed`` override the file's; ``most`` is how many prompts of a kind are used."""
 
-    def __init__(self, name, *, max_tokens=None, seed=None):
+    def __init__(self, name, *, max_tokens=None, seed=None, most=None):
         file = Path(__file__).parent / "suites" / f"{name}.json"
         self._data = json.loads(file.read_text("utf-8"))
-        self.name = name
+        self.name, self._most = name, most
         self.max_tokens = max_tokens or self._data["max_tokens"]
         self.seed = self._data["seed"] if seed is None else seed
 
@@ -40,10 +40,10 @@ class Suite:
 
     def prompts(self, check):
         """The suite's prompts of a check, in order."""
-        return [self._prompt(entry) for entry in self._data[check]]
+        return [self._prompt(entry) for entry in self._data[check][: self._most]]
 
     def workload(self, name):
-        return [self._prompt(entry) for entry in self._data["workloads"][name]]
+        return [self._prompt(entry) for entry in self._data["workloads"][name][: self._most]]
 
     def agreement(self, count):
         """``count`` of the agreement prompts, spread evenly over their kinds; all where there are fewer."""
@@ -72,3 +72,8 @@ class Suite:
     def code(self, id):
         """The code planted in the text ``id``: four digits with dashes between them."""
         return "-".join(random.Random(f"{self.seed}/code/{id}").choices("0123456789", k=4))
+
+
+def suite_of(options):
+    """The Suite that a run's Options ask for."""
+    return Suite(options.suite, max_tokens=options.max_tokens, seed=options.seed, most=options.prompts)

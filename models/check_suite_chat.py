@@ -98,7 +98,7 @@ def agreement():
     """64 questions with one right answer each."""
     r = random.Random(SEED)
     asked = [(f"What is {a} x {b}? Answer with the number.", str(a * b))
-             for a, b in ((r.randint(11, 60), r.randint(3, 30)) for _ in range(12))]
+             for a, b in zip(r.sample(range(11, 60), 12), r.sample(range(3, 30), 12), strict=True)]
     asked += [(f"What is {a} + {b} - {c}? Answer with the number.", str(a + b - c))
               for a, b, c in ((r.randint(200, 900), r.randint(100, 500), r.randint(10, 99)) for _ in range(8))]
     asked += [(f"What is the capital of {country}?", city) for country, city in CAPITALS.items()]

@@ -27,7 +27,7 @@ def score_degenerate(recording):
         if exchange.answered:
             problem = degenerate(exchange)
             name = f"{exchange.check} {exchange.item} {exchange.step}".rstrip()
-            items.append(Item(name, FAIL, problem) if problem else Item(name, PASS))
+            items.append(Item(name, FAIL, problem) if problem else not_an_answer(exchange, name) or Item(name, PASS))
     bad = sum(item.status == FAIL for item in items)
     return settle(DEGENERATE, items, f"{bad} of {len(items)} answers degenerate")
 

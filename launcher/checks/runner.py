@@ -78,8 +78,9 @@ def _ask(check, session, lost):
     """One check's requests; what stops them is recorded for its score."""
     session.begin(check.id)
     note = session.recording.note
-    if TARGET in lost:
-        return note(check.id, "stopped", server=TARGET, message=lost[TARGET])
+    gone = lost.get(TARGET) or session.servers[TARGET].gone
+    if gone:
+        return note(check.id, "stopped", server=TARGET, message=gone)
     try:
         check.ask(session)
         note(check.id, "asked")

@@ -113,6 +113,7 @@ class Session:
             count = 24
             text = " ".join(self.suite.text(count, "ratio"))
             body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+            body["cache_salt"] = f"{self.salt}/ratio"
             asked = self._send(CHAT, body, TARGET, "filler", "ratio")
             if not asked.answered or not asked.prompt_tokens:
                 raise NotRun(f"the length of a text in tokens is unknown: {asked.message or 'no usage reported'}")

@@ -12,9 +12,11 @@ from launcher.checks.session import TARGET, NotRun
 
 SOAK = "soak"
 _SAMPLE_S = 0.2
-# Requests of a stage fill this share of the pool when all of their answers are out. Past 1 the scheduler
-# runs out of slots while they decode, which is what makes it retract.
-_FILL = {0.6: 0.8, 0.95: 1.5}
+# What the requests of a stage take of the pool when all of their answers are out, and the prompts' share of
+# that. The scheduler admits a request by its prompt and 0.7 of what it may still write (new_token_ratio,
+# srt/environ.py @ 0.5.23), so 1.2 of the pool with 0.3 of it in prompts is admitted as 0.95 and outgrows
+# the pool while it decodes, which is what makes it retract.
+_FILL = {0.6: (0.8, 0.8), 0.95: (1.2, 0.3)}
 _REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
 _MAX_ALONE = 2  # retracted answers that are asked for again alone
 
@@ -27,23 +29,18 @@ def probes(suite):
 def plan_load(facts, room, usage):
     """(requests, prompt tokens, answer tokens of each) that fill the pool past ``usage``.
 
-    The scheduler admits a request when its prompt and a part of what it may still write fit, so answers
-    are long: it admits more than the pool holds in the end.
     Raises: NotRun when the server's requests and context cannot fill its pool.
     """
-    tokens = _FILL[usage] * facts.pool_tokens
+    fill, prompts_share = _FILL[usage]
+    tokens = fill * facts.pool_tokens
     requests = min(facts.running_requests, max(_REQUESTS, math.ceil(tokens / room)))
     each = math.ceil(tokens / requests)
     if each > room:
-        share = requests * room / facts.pool_tokens
-        if share <= max(bounds.SOAK_USAGE) + 0.1:
-            raise NotRun(
-                f"{requests} requests of at most {room:,} tokens fill {share:.2f} of the pool's"
-                f" {facts.pool_tokens:,} tokens; start the server with a smaller --max-total-tokens"
-            )
-        each = room
-    # Prompts alone stay below the pool where it is to be overfilled by the answers.
-    prompt = int(min(0.8 * each, 0.9 * facts.pool_tokens / requests))
+        raise NotRun(
+            f"{requests} requests of at most {room:,} tokens are {requests * room / facts.pool_tokens:.2f} of"
+            f" the pool's {facts.pool_tokens:,} tokens; start the server with a smaller --max-total-tokens"
+        )
+    prompt = int(prompts_share * each)
     return requests, prompt, each - prompt
 
 

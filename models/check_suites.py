@@ -15,14 +15,19 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import check_suite_chat  # noqa: E402
-import corpus  # noqa: E402
+import check_suite_chat
+import corpus
 
 SUITES = Path(__file__).parent.parent / "launcher" / "checks" / "suites"
 SEED = 20261201
 AGREEMENT = {"arithmetic": 14, "list": 10, "code": 10, "chat": 10, "non_english": 6, "thinking": 6, "tool": 8}
-WORKLOADS = {"chat": "chat", "code": "code", "json": "tool", "non-english": "non_english", "thinking": "thinking"}
+WORKLOADS = {
+    "chat": "chat",
+    "code": "code",
+    "json": "tool",
+    "non-english": "non_english",
+    "thinking": "thinking",
+}
 EACH = 4
 
 
@@ -78,9 +83,7 @@ def pair():
             "question": "\n\nWhat is the code?",
             "filler": sorted({corpus.sentence(r) for _ in range(400)}),
         },
-        "workloads": {
-            name: numbered(kind, name, r, EACH, taken) for name, kind in WORKLOADS.items()
-        },
+        "workloads": {name: numbered(kind, name, r, EACH, taken) for name, kind in WORKLOADS.items()},
         "agreement": [
             entry
             for kind, count in AGREEMENT.items()

@@ -115,10 +115,16 @@ class FakeServer:
             del meta["spec_accept_length"]
         if self.meta is not None:
             self.meta(n, body, meta)
-        choice = {"message": {"content": text, "tool_calls": None}, "finish_reason": "length" if body["max_tokens"] == 1 or body.get("ignore_eos") else self.finish}
+        choice = {
+            "message": {"content": text, "tool_calls": None},
+            "finish_reason": "length" if body["max_tokens"] == 1 or body.get("ignore_eos") else self.finish,
+        }
         choice["meta_info"] = meta
         if self.ids:
-            choice |= {"response_token_ids": [ord(c) for c in text], "prompt_token_ids": [ord(c) for c in user]}
+            choice |= {
+                "response_token_ids": [ord(c) for c in text],
+                "prompt_token_ids": [ord(c) for c in user],
+            }
         if body.get("logprobs"):
             pair = [{"logprob": -0.1}, {"logprob": -0.1 - self.margin}]
             choice["logprobs"] = {"content": [{"top_logprobs": pair} for _ in text]}

@@ -19,7 +19,9 @@ def run(tmp_path, target, *only, **options):
     verdict = runner.run(Options(url=target.url, only=only, **settings), tmp_path / "run")
     again, stored = runner.rescore(tmp_path / "run")
     assert json.loads(json.dumps(again)) == stored
-    assert verdict["exit_code"] == (0 if all(c["status"] == "pass" for c in verdict["checks"].values()) else 3)
+    assert verdict["exit_code"] == (
+        0 if all(c["status"] == "pass" for c in verdict["checks"].values()) else 3
+    )
     return verdict["checks"]
 
 
@@ -40,7 +42,9 @@ def test_wrong_answers_fail_and_the_answer_is_shown(tmp_path):
 
 
 def test_a_code_lost_at_depth_alone(tmp_path):
-    lost = lambda n, body, text: "The code is 0-0-0-0-0." if len(question(body)) > 2_000 else text  # noqa: E731
+    def lost(n, body, text):
+        return "The code is 0-0-0-0-0." if len(question(body)) > 2_000 else text
+
     with FakeServer(answer=lost) as target:
         checks = run(tmp_path, target, "recall")
     bad = [item["name"] for item in checks["recall"]["items"] if item["status"] == "fail"]
@@ -48,7 +52,9 @@ def test_a_code_lost_at_depth_alone(tmp_path):
 
 
 def test_what_the_control_cannot_do_either_does_not_count(tmp_path):
-    hard = lambda n, body, text: WRONG if "12 x 12" in question(body) else text  # noqa: E731
+    def hard(n, body, text):
+        return WRONG if "12 x 12" in question(body) else text
+
     with FakeServer(answer=hard) as target, FakeServer(answer=hard, info=CONTROL) as control:
         checks = run(tmp_path, target, "arithmetic", control=control.url)
     assert checks["arithmetic"]["status"] == "pass"
@@ -56,7 +62,9 @@ def test_what_the_control_cannot_do_either_does_not_count(tmp_path):
 
 
 def test_a_model_that_can_nothing_shows_nothing(tmp_path):
-    wrong = lambda *_: WRONG  # noqa: E731
+    def wrong(*_):
+        return WRONG
+
     with FakeServer(answer=wrong) as target, FakeServer(answer=wrong, info=CONTROL) as control:
         checks = run(tmp_path, target, "arithmetic", "agreement", control=control.url)
     assert {check["status"] for check in checks.values()} == {"not run"}
@@ -64,7 +72,10 @@ def test_a_model_that_can_nothing_shows_nothing(tmp_path):
 
 @pytest.mark.parametrize(("margin", "status"), [(0.3, "pass"), (2.5, "fail")])
 def test_drafted_tokens_that_part(tmp_path, margin, status):
-    with FakeServer(answer=lambda n, body, text: text[:-1] + "?") as target, FakeServer(info=UNDRAFTED, margin=margin) as undrafted:
+    with (
+        FakeServer(answer=lambda n, body, text: text[:-1] + "?") as target,
+        FakeServer(info=UNDRAFTED, margin=margin) as undrafted,
+    ):
         checks = run(tmp_path, target, "drafted-equality", undrafted=undrafted.url)
     assert checks["drafted-equality"]["status"] == status
     assert ("10 part at a near-tie" in checks["drafted-equality"]["summary"]) == (status == "pass")
@@ -80,7 +91,10 @@ def test_an_undrafted_run_on_file_stands_in_for_the_server(tmp_path):
     assert checks["drafted-equality"]["summary"].startswith("10 of 10 equal")
     with FakeServer(answer=lambda n, body, text: text[:-1]) as target:
         assert failing(run(tmp_path / "c", target, "drafted-equality", undrafted=folder))
-    with FakeServer() as target, pytest.raises(runner.UsageError, match=r"asked other prompts \(seed None, not 5\)"):
+    with (
+        FakeServer() as target,
+        pytest.raises(runner.UsageError, match=r"asked other prompts \(seed None, not 5\)"),
+    ):
         run(tmp_path / "d", target, undrafted=folder, seed=5)
     with FakeServer() as target:
         run(tmp_path / "e", target, "arithmetic")
@@ -92,7 +106,10 @@ def test_an_undrafted_run_on_file_stands_in_for_the_server(tmp_path):
     ("info", "says"),
     [
         ({}, "the server given as --undrafted runs the drafter DFLASH"),
-        ({**UNDRAFTED, "kv_cache_dtype": "bf16"}, "the undrafted server keeps K and V in bf16, the target in nvfp4"),
+        (
+            {**UNDRAFTED, "kv_cache_dtype": "bf16"},
+            "the undrafted server keeps K and V in bf16, the target in nvfp4",
+        ),
     ],
 )
 def test_a_server_that_is_no_undrafted_twin_is_not_compared(tmp_path, info, says):
@@ -102,7 +119,7 @@ def test_a_server_that_is_no_undrafted_twin_is_not_compared(tmp_path, info, says
 
 
 def nth(step):
-    """The answer to every third asking of a prompt under one salt is another one."""
+    """Answers with another text at the given asking of a prompt under one salt."""
     counts = {}
 
     def answer(n, body, text):
@@ -121,16 +138,15 @@ def test_a_cached_answer_must_repeat_outright_whatever_the_margin(tmp_path):
 
 @pytest.mark.parametrize(("margin", "failed"), [(0.2, False), (8.0, True)])
 def test_the_first_answer_may_differ_within_its_bound(tmp_path, margin, failed):
-    other = lambda n, body, text: "It was" + text[5:] if nth_first(body) else text  # noqa: E731
     seen = set()
 
-    def nth_first(body):
+    def other_first(n, body, text):
         key = body["cache_salt"], question(body)
         first = key not in seen
         seen.add(key)
-        return first
+        return "It was" + text[5:] if first else text
 
-    with FakeServer(answer=other, margin=margin) as target:
+    with FakeServer(answer=other_first, margin=margin) as target:
         checks = run(tmp_path, target, "prefix-cache")
     assert bool(failing(checks)) is failed
 
@@ -157,9 +173,11 @@ def test_nothing_from_the_cache_is_no_pass(tmp_path):
 
 
 def test_every_second_request_corrupt(tmp_path):
-    with FakeServer(answer=lambda n, body, text: text if n % 2 else "The weather is fine.") as target:
-        with FakeServer(info=CONTROL) as control:
-            checks = run(tmp_path, target, control=control.url, answers=60)
+    def corrupt(n, body, text):
+        return text if n % 2 else "The weather is fine."
+
+    with FakeServer(answer=corrupt) as target, FakeServer(info=CONTROL) as control:
+        checks = run(tmp_path, target, control=control.url, answers=60)
     assert {"arithmetic", "prefix-cache", "batch-identical", "batch-mixed", "agreement"} <= failing(checks)
     assert "the loss is no chance" in checks["agreement"]["summary"]
 
@@ -185,7 +203,9 @@ def test_equal_totals_with_changed_answers(tmp_path):
 
 @pytest.mark.parametrize("loop", ["ha " * 30, "!" * 40, "", "The sky is blue and " * 6])
 def test_degenerate_output_with_http_200(tmp_path, loop):
-    with FakeServer(answer=lambda n, body, text: loop if "Hello" in question(body) or n == 2 else text) as target:
+    with FakeServer(
+        answer=lambda n, body, text: loop if "Hello" in question(body) or n == 2 else text
+    ) as target:
         checks = run(tmp_path, target, "arithmetic", "degenerate-output")
     assert "degenerate-output" in failing(checks)
 
@@ -206,7 +226,10 @@ def test_an_accept_length_below_its_floor(tmp_path):
 def test_without_a_floor_or_a_drafter_accept_length_is_not_judged(tmp_path):
     with FakeServer() as target:
         checks = run(tmp_path, target, "accept-length", floors=(("code", 3.0),))
-    assert checks["accept-length"]["status"] == "not run" and "no floor stated" in checks["accept-length"]["summary"]
+    assert (
+        checks["accept-length"]["status"] == "not run"
+        and "no floor stated" in checks["accept-length"]["summary"]
+    )
     with FakeServer(info=UNDRAFTED) as target:
         checks = run(tmp_path / "plain", target, "accept-length")
     assert checks["accept-length"]["summary"] == "the server has no drafter"
@@ -229,8 +252,14 @@ def test_answers_that_change_after_the_soak(tmp_path):
     ("server", "says"),
     [
         ({"hold_s": 0.0}, "usage 0.6: the pool was filled to 0.00 only"),
-        ({"meta": lambda n, body, meta: meta.update(num_retractions=0)}, "retraction: no request was retracted"),
-        ({"info": {"max_total_num_tokens": 100_000}}, "are 0.32 of the pool's 100,000 tokens; start the server with"),
+        (
+            {"meta": lambda n, body, meta: meta.update(num_retractions=0)},
+            "retraction: no request was retracted",
+        ),
+        (
+            {"info": {"max_total_num_tokens": 100_000}},
+            "are 0.32 of the pool's 100,000 tokens; start the server with",
+        ),
         ({"loads": False}, "does not report its pool's usage at /v1/loads"),
         ({"info": {"max_running_requests": None}}, "does not say how many tokens its pool holds"),
     ],

@@ -28,7 +28,9 @@ def check(tmp_path):
         again, stored = runner.rescore(folder)
         assert json.loads(json.dumps(again)) == stored == json.loads(json.dumps(verdict))
         assert (verdict["exit_code"] == 0) == (verdict["verdict"] == "pass")
-        assert (verdict["verdict"] == "pass") == all(c["status"] == "pass" for c in verdict["checks"].values())
+        assert (verdict["verdict"] == "pass") == all(
+            c["status"] == "pass" for c in verdict["checks"].values()
+        )
         return verdict["checks"]
 
     return start
@@ -43,7 +45,13 @@ def test_a_sound_server_with_both_others_passes_every_check(check):
         checks = check(target, control=control.url, undrafted=undrafted.url, prompts=None)
     assert statuses(checks) == dict.fromkeys(CHECKS, "pass")
     assert checks["agreement"]["numbers"]["pairs"] == 64
-    assert set(checks["accept-length"]["numbers"]["workloads"]) == {"chat", "code", "json", "non-english", "thinking"}
+    assert set(checks["accept-length"]["numbers"]["workloads"]) == {
+        "chat",
+        "code",
+        "json",
+        "non-english",
+        "thinking",
+    }
     assert checks["soak"]["numbers"]["retractions"] >= 1
     salts = {body["cache_salt"].split("/")[0] for body in target.asked}
     assert len(salts) == 1  # one namespace a run, so that nothing is cached from another
@@ -57,7 +65,9 @@ def test_what_needs_another_server_is_not_run_without_one(check):
     assert checks["agreement"]["summary"] == "no --control given"
     assert checks["drafted-equality"]["summary"] == "no --undrafted given"
     assert "name one with --one-chunk" in checks["chunked-prefill"]["summary"]
-    assert {checks[id]["status"] for id in ("agreement", "drafted-equality", "chunked-prefill")} == {"not run"}
+    assert {checks[id]["status"] for id in ("agreement", "drafted-equality", "chunked-prefill")} == {
+        "not run"
+    }
 
 
 @pytest.mark.parametrize("after", [0, 3, 40])
@@ -70,7 +80,9 @@ def test_a_server_that_dies_in_the_middle(check, after):
     assert found["arithmetic"] == ("pass" if after >= 2 else "error")
     if after == 3:
         assert found["tool-call"] == "error" and "until then: 1 of 2 right" in checks["tool-call"]["summary"]
-    assert "pass" not in {found[id] for id in list(CHECKS)[list(CHECKS).index("batch-mixed") :] if id != "degenerate-output"}
+    assert "pass" not in {
+        found[id] for id in list(CHECKS)[list(CHECKS).index("batch-mixed") :] if id != "degenerate-output"
+    }
 
 
 def test_a_control_that_dies_spoils_its_checks_alone(check):
@@ -125,7 +137,10 @@ def test_depths_are_capped_by_the_context_and_that_is_said(check):
     with FakeServer(context=1_000) as target:
         checks = check(target, "recall", depths=(300, 8_000, 60_000))
     assert checks["recall"]["status"] == "pass"
-    assert "asked for 8,000, 60,000 tokens, capped at 840 by the server's context length of 1,000" in checks["recall"]["summary"]
+    assert (
+        "asked for 8,000, 60,000 tokens, capped at 840 by the server's context length of 1,000"
+        in checks["recall"]["summary"]
+    )
     assert len(checks["recall"]["items"]) == 6
 
 
@@ -133,7 +148,9 @@ def test_a_chunk_longer_than_the_context_is_not_run(check):
     with FakeServer(info={"chunked_prefill_size": 8_192}) as target, FakeServer(info=UNDRAFTED) as undrafted:
         checks = check(target, "chunked-prefill", undrafted=undrafted.url)
     assert checks["chunked-prefill"]["status"] == "not run"
-    assert "context too short for a prompt longer than a chunk of 8,192" in checks["chunked-prefill"]["summary"]
+    assert (
+        "context too short for a prompt longer than a chunk of 8,192" in checks["chunked-prefill"]["summary"]
+    )
 
 
 def test_answers_cut_by_max_tokens_pass_nowhere(check):
@@ -141,7 +158,10 @@ def test_answers_cut_by_max_tokens_pass_nowhere(check):
         checks = check(target, control=control.url)
     found = statuses(checks)
     assert {id for id, status in found.items() if status == "pass"} == set()
-    assert {found[id] for id in ("arithmetic", "tool-call", "recall", "agreement", "prefix-cache", "accept-length")} == {"cut"}
+    assert {
+        found[id]
+        for id in ("arithmetic", "tool-call", "recall", "agreement", "prefix-cache", "accept-length")
+    } == {"cut"}
 
 
 def test_a_server_that_hangs_is_given_up(check):
@@ -157,7 +177,9 @@ def test_a_server_that_says_nothing_about_itself(check):
         checks = check(target)
     found = statuses(checks)
     assert found["arithmetic"] == found["tool-call"] == found["recall"] == "pass"
-    assert {found[id] for id in ("prefix-cache", "batch-mixed", "soak", "chunked-prefill", "accept-length")} == {"not run"}
+    assert {
+        found[id] for id in ("prefix-cache", "batch-mixed", "soak", "chunked-prefill", "accept-length")
+    } == {"not run"}
 
 
 def test_a_silent_truncation_of_the_prompt_is_seen(check):
@@ -169,7 +191,10 @@ def test_a_silent_truncation_of_the_prompt_is_seen(check):
 
     with FakeServer(answer=short) as target:
         checks = check(target, "recall")
-    assert checks["recall"]["status"] == "error" and "the server read 30 tokens of a prompt of" in checks["recall"]["summary"]
+    assert (
+        checks["recall"]["status"] == "error"
+        and "the server read 30 tokens of a prompt of" in checks["recall"]["summary"]
+    )
 
 
 def test_bad_usage_is_named_before_anything_is_asked(tmp_path, capsys):
@@ -200,12 +225,16 @@ def test_a_value_that_is_no_number_is_argparses(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["check", "--depths", "8k"])
     assert "invalid list of numbers value: '8k'" in capsys.readouterr().err
-    assert re.search("no check x", str(pytest.raises(UsageError, runner.selected, Options("http://a", skip=("x",))).value))
+    assert re.search(
+        "no check x", str(pytest.raises(UsageError, runner.selected, Options("http://a", skip=("x",))).value)
+    )
 
 
 def test_a_run_that_was_ended_passes_nothing_it_did_not_finish(tmp_path):
     with FakeServer() as target:
-        runner.run(Options(url=target.url, only=("arithmetic", "tool-call", "recall"), **SMALL), tmp_path / "run")
+        runner.run(
+            Options(url=target.url, only=("arithmetic", "tool-call", "recall"), **SMALL), tmp_path / "run"
+        )
     file = tmp_path / "run" / record.EXCHANGES
     lines = file.read_text().splitlines(keepends=True)
     second = next(n for n, line in enumerate(lines) if '"tool-call"' in line)

@@ -1,6 +1,7 @@
 """What counts as right, as a valid tool call, as a loop, and as the same answer."""
 
 import json
+from pathlib import Path
 
 import pytest
 from check_exchanges import exchange
@@ -12,6 +13,8 @@ from launcher.checks.record import Recording
 from launcher.checks.result import CUT, ERROR, FAIL, NOT_RUN, PASS, Item, settle
 from launcher.checks.server import Facts
 from launcher.checks.suite import SUITES, WORKLOADS, Suite
+
+RESULTS = Path(__file__).parent / "bench" / "results"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +140,14 @@ def test_a_parting_is_held_to_the_bound_of_its_format(kv):
     assert near <= cut
 
 
+def test_the_bounds_of_other_chunks_are_the_studys():
+    study = json.loads((RESULTS / "prefill_cut_smollm2.json").read_text())["margin_moves"]
+    for form, moves in study.items():
+        moved = max(found["p99"] for found in moves.values())
+        assert bounds.cut_bound(form) == (moved * 4 // 1 + 1) / 4
+    assert set(study) == set(bounds.CUT_BOUNDS)
+
+
 def test_on_a_cpu_nothing_may_part_that_reads_the_same():
     assert pair(0.01, device="cpu").status == FAIL
     assert pair(0.01, device="cpu", cached=(0, 5)).status == PASS
@@ -157,7 +168,9 @@ def test_same_cut_needs_reported_and_equal_cuts():
     mixed.facts["undrafted"] = Facts("u", kv_format="nvfp4", chunk_tokens=-1)
     assert same.same_cut(mixed, a, other)  # 15 fresh tokens fit into both chunks
     long = exchange("a", cached_tokens=5, prompt_tokens=600)
-    assert not same.same_cut(mixed, long, exchange("b", server="undrafted", cached_tokens=5, prompt_tokens=600))
+    assert not same.same_cut(
+        mixed, long, exchange("b", server="undrafted", cached_tokens=5, prompt_tokens=600)
+    )
 
 
 def test_same_answers_cut_at_the_limit_are_cut_and_missing_ids_not_judged():
@@ -180,7 +193,9 @@ def pairs(both=0, lost=0, gained=0, neither=0):
 
 def test_agreement_counts():
     found = count(pairs(both=40, lost=5, gained=3, neither=12))
-    assert [found[k] for k in ("pairs", "target_right", "control_right", "unchanged", "changed", "same_text")] == [60, 43, 45, 52, 8, 40]
+    assert [
+        found[k] for k in ("pairs", "target_right", "control_right", "unchanged", "changed", "same_text")
+    ] == [60, 43, 45, 52, 8, 40]
     assert found["p_value"] == pytest.approx(0.7265625)
     assert found["unchanged_interval"] == pytest.approx((0.7583, 0.9308), abs=1e-4)
 
@@ -227,7 +242,9 @@ def test_suites_hold_what_the_checks_ask(name):
     suite = Suite(name)
     assert len(suite.agreement(1000)) >= 60
     assert len({p.user for p in suite.agreement(1000)}) == len(suite.agreement(1000))
-    assert [p.id for p in suite.agreement(8)] == [p.id for p in suite.agreement(1000)][:: len(suite.agreement(1000)) // 8][:8]
+    assert [p.id for p in suite.agreement(8)] == [p.id for p in suite.agreement(1000)][
+        :: len(suite.agreement(1000)) // 8
+    ][:8]
     assert any(p.expect == "391" for p in suite.prompts("arithmetic"))
     assert all(len(suite.workload(w)) >= 4 for w in WORKLOADS)
     for p in suite.prompts("tool-call"):

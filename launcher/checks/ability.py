@@ -111,7 +111,9 @@ def _truncated(recording, prompt):
     words = len(prompt.user.split())
     if asked is None or not asked.answered or asked.prompt_tokens is None or asked.prompt_tokens >= words:
         return None
-    return Item(prompt.id, ERROR, f"the server read {asked.prompt_tokens} tokens of a prompt of {words} words")
+    return Item(
+        prompt.id, ERROR, f"the server read {asked.prompt_tokens} tokens of a prompt of {words} words"
+    )
 
 
 def by_depth(recording, prompts):

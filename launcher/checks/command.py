@@ -25,18 +25,60 @@ def add_parser(subparsers):
     add = parser.add_argument
     add("--url", metavar="URL", help="the server to check, http://HOST:PORT")
     add("--control", metavar="URL", help="the same model with FP8 or BF16 KV")
-    add("--undrafted", metavar="URL|FOLDER", help="the same launch without its drafter, or the folder of a run of it")
-    add("--one-chunk", metavar="URL", help="the same launch with larger prefill chunks; the other servers serve too")
-    add("--suite", default="chat", help=f"the prompts: {', '.join(SUITES)} (default chat; pair is for the shipped pair)")
+    add(
+        "--undrafted",
+        metavar="URL|FOLDER",
+        help="the same launch without its drafter, or the folder of a run of it",
+    )
+    add(
+        "--one-chunk",
+        metavar="URL",
+        help="the same launch with larger prefill chunks; the other servers serve too",
+    )
+    add(
+        "--suite",
+        default="chat",
+        help=f"the prompts: {', '.join(SUITES)} (default chat; pair is for the shipped pair)",
+    )
     add("--only", type=_ids, default=(), metavar="ID,..", help=f"of {', '.join(CHECKS)}")
     add("--skip", type=_ids, default=(), metavar="ID,..", help="leave these out")
-    add("--depths", type=_numbers(int), default=DEPTHS, metavar="N,..", help=f"tokens before the question of a recall (default {','.join(map(str, DEPTHS))})")
-    add("--positions", type=_numbers(float), default=POSITIONS, metavar="P,..", help=f"of the code, 0 to 1 (default {','.join(map(str, POSITIONS))})")
-    add("--answers", type=int, default=ANSWERS, metavar="N", help=f"compared with the control (default {ANSWERS})")
-    add("--prompts", type=int, metavar="N", help="at most so many prompts of a kind, for a slow server (default: all)")
+    add(
+        "--depths",
+        type=_numbers(int),
+        default=DEPTHS,
+        metavar="N,..",
+        help=f"tokens before the question of a recall (default {','.join(map(str, DEPTHS))})",
+    )
+    add(
+        "--positions",
+        type=_numbers(float),
+        default=POSITIONS,
+        metavar="P,..",
+        help=f"of the code, 0 to 1 (default {','.join(map(str, POSITIONS))})",
+    )
+    add(
+        "--answers",
+        type=int,
+        default=ANSWERS,
+        metavar="N",
+        help=f"compared with the control (default {ANSWERS})",
+    )
+    add(
+        "--prompts",
+        type=int,
+        metavar="N",
+        help="at most so many prompts of a kind, for a slow server (default: all)",
+    )
     add("--max-tokens", type=int, metavar="N", help="of an answer (default: the suite's)")
     add("--seed", type=int, metavar="N", help="of texts and codes (default: the suite's)")
-    add("--floor", type=_floor, action="append", default=[], metavar="[WORKLOAD=]N", help=f"accept length; workloads {', '.join(WORKLOADS)}")
+    add(
+        "--floor",
+        type=_floor,
+        action="append",
+        default=[],
+        metavar="[WORKLOAD=]N",
+        help=f"accept length; workloads {', '.join(WORKLOADS)}",
+    )
     add("--profile", metavar="FILE", help="a profile (configs/*.yaml) that states the floors")
     add("--kv", choices=("bf16", "fp8_e4m3", "nvfp4"), help="the KV format where the server does not say")
     add("--model", help="the model's name in requests (default: the first that the server lists)")

@@ -49,7 +49,9 @@ def ask_drafted(session):
     if undrafted.drafter:
         raise NotRun(f"the server given as --undrafted runs the drafter {undrafted.drafter}")
     if target.kv_format != undrafted.kv_format:
-        raise NotRun(f"the undrafted server keeps K and V in {undrafted.kv_dtype}, the target in {target.kv_dtype}")
+        raise NotRun(
+            f"the undrafted server keeps K and V in {undrafted.kv_dtype}, the target in {target.kv_dtype}"
+        )
     if session.has(UNDRAFTED):
         for prompt in drafted_prompts(session.suite):
             session.ask(prompt, server=UNDRAFTED, **margins)
@@ -68,7 +70,9 @@ def score_drafted(recording):
 def ask_cache(session):
     if session.facts().prefix_cache is False:
         raise NotRun("the server runs without a prefix cache (--disable-radix-cache)")
-    plan = _note_plan(session, [[f"text-{n}", session.sentences(long_tokens(session) / n), 0.5] for n in (1, 4)])
+    plan = _note_plan(
+        session, [[f"text-{n}", session.sentences(long_tokens(session) / n), 0.5] for n in (1, 4)]
+    )
     for server in session.each((TARGET, CONTROL)):
         for prompt in (*plan, *session.suite.prompts("arithmetic")[:2]):
             asked = [session.ask(prompt, server=server, step=step) for step in ("first", "second", "third")]
@@ -236,7 +240,7 @@ def score_chunked(recording):
             items.append(same.judge(recording, whole, cut, prompt.id))
             chunk = recording.facts[TARGET].chunk_tokens
             if items[-1].status == PASS and cut.prompt_tokens <= chunk:
-                items[-1] = Item(prompt.id, NOT_RUN, f"{cut.prompt_tokens} tokens fit into a chunk of {chunk}")
+                items[-1] = Item(
+                    prompt.id, NOT_RUN, f"{cut.prompt_tokens} tokens fit into a chunk of {chunk}"
+                )
     return settle(CHUNKED, items, f"longer than a chunk against one chunk: {same.counts(items)}")
-
-

@@ -27,7 +27,9 @@ def score_degenerate(recording):
         if exchange.answered:
             problem = degenerate(exchange)
             name = f"{exchange.check} {exchange.item} {exchange.step}".rstrip()
-            items.append(Item(name, FAIL, problem) if problem else not_an_answer(exchange, name) or Item(name, PASS))
+            items.append(
+                Item(name, FAIL, problem) if problem else not_an_answer(exchange, name) or Item(name, PASS)
+            )
     bad = sum(item.status == FAIL for item in items)
     return settle(DEGENERATE, items, f"{bad} of {len(items)} answers degenerate")
 
@@ -77,7 +79,9 @@ def _workload_item(options, workload, asked, length):
     if length is None:
         return Item(workload, NOT_RUN, "the server reports no accept length")
     if floor is None:
-        return Item(workload, NOT_RUN, f"accept length {length:.2f}, and no floor stated (--profile or --floor)")
+        return Item(
+            workload, NOT_RUN, f"accept length {length:.2f}, and no floor stated (--profile or --floor)"
+        )
     return Item(workload, PASS, f"accept length {length:.2f}, floor {floor:g}")
 
 
@@ -96,5 +100,3 @@ def over_depth(rows):
     verb = "FALLS over depth" if fell else "over depth"
     text = f"{verb}: {shallow[1]:.2f} at {shallow[0]:,} tokens, {deep[1]:.2f} at {deep[0]:,}"
     return {"means": means, "fell": fell, "text": text}
-
-

@@ -1,6 +1,7 @@
 """The run as one HTML file with its plots inside; it opens without a network."""
 
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from launcher.checks.bounds import CUT_BOUNDS
@@ -9,7 +10,14 @@ from launcher.equality import NEAR_TIE_BOUNDS
 
 FILE = "report.html"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 260, 150, 40
-_COLORS = {"pass": "#1a7f37", "fail": "#cf222e", "error": "#cf222e", "cut": "#9a6700", "not run": "#9a6700", "skipped": "#57606a"}
+_COLORS = {
+    "pass": "#1a7f37",
+    "fail": "#cf222e",
+    "error": "#cf222e",
+    "cut": "#9a6700",
+    "not run": "#9a6700",
+    "skipped": "#57606a",
+}
 _STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#1f2328}
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #d0d7de;padding:4px 8px;text-align:left;vertical-align:top}
 svg text{font:12px system-ui,sans-serif;fill:#1f2328}summary{cursor:pointer}"""
@@ -39,9 +47,12 @@ def render(verdict):
 
 def _row(id, check):
     items = "".join(
-        f"<li><b>{escape(item['name'])}</b> {escape(item['status'])} {escape(item['detail'])}</li>" for item in check["items"]
+        f"<li><b>{escape(item['name'])}</b> {escape(item['status'])} {escape(item['detail'])}</li>"
+        for item in check["items"]
     )
-    more = f"<details><summary>{len(check['items'])} items</summary><ul>{items}</ul></details>" if items else ""
+    more = (
+        f"<details><summary>{len(check['items'])} items</summary><ul>{items}</ul></details>" if items else ""
+    )
     color = _COLORS[check["status"]]
     return (
         f"<tr><td>{escape(id)}<td style='color:{color}'><b>{escape(check['status'])}</b>"
@@ -92,15 +103,28 @@ def _accept_over_depth(check):
     body = [_line(left, bottom, right, bottom), _line(left, top, left, bottom)]
     for share in (0, 0.5, 1):
         x, y = place(share * most_tokens, share * most)
-        body += [_text(x, bottom + 16, f"{share * most_tokens:,.0f}", "middle"), _text(left - 6, y + 4, f"{share * most:.1f}", "end")]
+        body += [
+            _text(x, bottom + 16, f"{share * most_tokens:,.0f}", "middle"),
+            _text(left - 6, y + 4, f"{share * most:.1f}", "end"),
+        ]
     means = [place(float(depth), mean) for depth, mean in check["numbers"]["fall"]["means"].items()]
-    body += [_line(*a, *b, "#0969da", 2) for a, b in zip(means, means[1:])]
-    body += [_dot(*place(row["prompt_tokens"], row["accept_length"]), "#0969da" if row["right"] else "#cf222e") for row in rows]
-    body.append(_text((left + right) / 2, _HEIGHT - 6, "prompt tokens (red: the code was not recalled)", "middle"))
+    body += [_line(*a, *b, "#0969da", 2) for a, b in pairwise(means)]
+    body += [
+        _dot(*place(row["prompt_tokens"], row["accept_length"]), "#0969da" if row["right"] else "#cf222e")
+        for row in rows
+    ]
+    body.append(
+        _text((left + right) / 2, _HEIGHT - 6, "prompt tokens (red: the code was not recalled)", "middle")
+    )
     return _svg("Accept length over depth", "".join(body))
 
 
-_BARS = (("target_right", "right, target"), ("control_right", "right, control"), ("unchanged", "rightness unchanged"), ("same_text", "same text"))
+_BARS = (
+    ("target_right", "right, target"),
+    ("control_right", "right, control"),
+    ("unchanged", "rightness unchanged"),
+    ("same_text", "same text"),
+)
 
 
 def _agreement(check):
@@ -119,5 +143,7 @@ def _agreement(check):
         body.append(_text(right + 8, y + 4, f"{numbers[name]}/{numbers['pairs']}"))
     bottom = 30 + step * len(_BARS) - 14
     body.append(_line(left, bottom, right, bottom))
-    body += [_text(left + (right - left) * share, bottom + 16, f"{share:g}", "middle") for share in (0, 0.5, 1)]
+    body += [
+        _text(left + (right - left) * share, bottom + 16, f"{share:g}", "middle") for share in (0, 0.5, 1)
+    ]
     return _svg("Agreement with the control, 95% Wilson intervals", "".join(body))

@@ -1,9 +1,9 @@
 """Asks the checks and judges what came back; a folder on file is judged by the same code.
 
-    from launcher.checks import runner
-    from launcher.checks.options import Options
-    verdict = runner.run(Options(url="http://127.0.0.1:30000", suite="pair"), "out")
-    verdict["checks"]["arithmetic"]["status"]     # "pass", "fail", "not run", "error", "cut", "skipped"
+from launcher.checks import runner
+from launcher.checks.options import Options
+verdict = runner.run(Options(url="http://127.0.0.1:30000", suite="pair"), "out")
+verdict["checks"]["arithmetic"]["status"]     # "pass", "fail", "not run", "error", "cut", "skipped"
 """
 
 import json
@@ -97,7 +97,12 @@ def _ask(check, session, lost):
 
 
 def _servers(options, api_key):
-    urls = {TARGET: options.url, CONTROL: options.control, UNDRAFTED: options.undrafted, ONE_CHUNK: options.one_chunk}
+    urls = {
+        TARGET: options.url,
+        CONTROL: options.control,
+        UNDRAFTED: options.undrafted,
+        ONE_CHUNK: options.one_chunk,
+    }
     return {
         name: Server(name, url, model=options.model if name == TARGET else None, api_key=api_key, timeout_s=options.timeout_s)
         for name, url in urls.items()
@@ -129,7 +134,9 @@ def _recorded_undrafted(options):
     for name in ("suite", "seed", "max_tokens", "prompts"):
         one, other = getattr(theirs, name), getattr(options, name)
         if one != other:
-            raise UsageError(f"--undrafted {folder}: that run asked other prompts ({name} {one}, not {other})")
+            raise UsageError(
+                f"--undrafted {folder}: that run asked other prompts ({name} {one}, not {other})"
+            )
     if found.facts[TARGET].drafter != "":
         raise UsageError(f"--undrafted {folder}: its server ran the drafter {found.facts[TARGET].drafter!r}")
     return found
@@ -209,4 +216,3 @@ def rescore(folder):
         return verdict, None
     verdict["seconds"] = stored.get("seconds")
     return verdict, stored
-

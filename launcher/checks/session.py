@@ -116,7 +116,9 @@ class Session:
             body["cache_salt"] = f"{self.salt}/ratio"
             asked = self._send(CHAT, body, TARGET, "filler", "ratio")
             if not asked.answered or not asked.prompt_tokens:
-                raise NotRun(f"the length of a text in tokens is unknown: {asked.message or 'no usage reported'}")
+                raise NotRun(
+                    f"the length of a text in tokens is unknown: {asked.message or 'no usage reported'}"
+                )
             self._tokens_a_sentence = asked.prompt_tokens / count
         return max(2, int(tokens / self._tokens_a_sentence))
 

@@ -80,7 +80,10 @@ def _fill(session, usage, requests, prompt_tokens, answer_tokens):
         watching = pool.submit(sample)
         try:
             session.ask_all(
-                [{"prompt": session.suite.recall(*entry), "step": f"load {usage:g}", **more} for entry in plan]
+                [
+                    {"prompt": session.suite.recall(*entry), "step": f"load {usage:g}", **more}
+                    for entry in plan
+                ]
             )
         finally:
             done.set()
@@ -131,9 +134,7 @@ def _stage(recording, usage):
         return []
     loads = recording.find(SOAK, step=f"load {usage:g}")
     failed = [e for e in loads if not e.answered]
-    items = [
-        Item(e.item, ERROR, f"{e.problem}: {e.message}") for e in failed
-    ]
+    items = [Item(e.item, ERROR, f"{e.problem}: {e.message}") for e in failed]
     name = f"usage {usage:g}"
     if peak["reached"] <= usage:
         items.append(Item(name, NOT_RUN, f"the pool was filled to {peak['reached']:.2f} only"))

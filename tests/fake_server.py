@@ -44,14 +44,15 @@ class FakeServer:
     ``answer(n, body, text)``: the text in place of the right one, for the n-th chat request (from 1), or a
     (status, JSON) pair. ``info``: changes to /server_info; None for no such endpoint. ``margin``: of every
     token that is probed. ``meta(n, body, meta)`` changes meta_info in place. ``hold_s``: how long a request
-    that ignores its end stays in the pool.
+    that writes on past its end stays in the pool.
     """
 
     def __init__(self, *, answer=None, info=(), context=8_192, margin=9.0, meta=None, finish="stop",
-                 die_after=None, loads=True, ids=True, hold_s=0.5, delay_s=0.0):  # fmt: skip
+                 die_after=None, loads=True, ids=True, hold_s=0.5, delay_s=0.0,
+                 stop_token=2):  # fmt: skip
         self.answer, self.meta, self.margin, self.finish = answer, meta, margin, finish
         self.context, self.die_after, self.loads, self.ids = context, die_after, loads, ids
-        self.hold_s, self.delay_s = hold_s, delay_s
+        self.hold_s, self.delay_s, self.stop_token = hold_s, delay_s, stop_token
         self.info = None if info is None else {
             "version": "0.5.23", "kv_cache_dtype": "nvfp4", "device": "cuda", "chunked_prefill_size": 400,
             "max_total_num_tokens": POOL, "max_running_requests": REQUESTS, "speculative_algorithm": "DFLASH",
@@ -109,7 +110,7 @@ class FakeServer:
                 return text
         meta = {
             "cached_tokens": self._cached(body.get("cache_salt"), user), "spec_accept_length": 5.5,
-            "num_retractions": self._hold(tokens + body["max_tokens"]) if body.get("ignore_eos") else 0,
+            "num_retractions": self._hold(tokens + body["max_tokens"]) if body.get("logit_bias") else 0,
         }  # fmt: skip
         if self.info is not None and self.info["speculative_algorithm"] is None:
             del meta["spec_accept_length"]
@@ -117,9 +118,9 @@ class FakeServer:
             self.meta(n, body, meta)
         choice = {
             "message": {"content": text, "tool_calls": None},
-            "finish_reason": "length" if body["max_tokens"] == 1 or body.get("ignore_eos") else self.finish,
+            "finish_reason": "length" if body["max_tokens"] == 1 or body.get("logit_bias") else self.finish,
         }
-        choice["meta_info"] = meta
+        choice |= {"meta_info": meta, "matched_stop": self.stop_token}
         if self.ids:
             choice |= {
                 "response_token_ids": [ord(c) for c in text],

@@ -239,9 +239,9 @@ def test_answers_that_change_after_the_soak(tmp_path):
     soaked = []
 
     def answer(n, body, text):
-        if body.get("ignore_eos"):
+        if body.get("logit_bias"):
             soaked.append(n)
-        return WRONG if soaked and not body.get("ignore_eos") else text
+        return WRONG if soaked and not body.get("logit_bias") else text
 
     with FakeServer(answer=answer) as target:
         checks = run(tmp_path, target, "soak")
@@ -260,6 +260,7 @@ def test_answers_that_change_after_the_soak(tmp_path):
             {"info": {"max_total_num_tokens": 100_000}},
             "are 0.32 of the pool's 100,000 tokens; start the server with",
         ),
+        ({"stop_token": None}, "does not say which token ends an answer"),
         ({"loads": False}, "does not report its pool's usage at /v1/loads"),
         ({"info": {"max_running_requests": None}}, "does not say how many tokens its pool holds"),
     ],
@@ -275,7 +276,7 @@ def test_a_retracted_answer_that_differs_from_the_same_asked_alone(tmp_path):
 
     def answer(n, body, text):
         held[question(body)] = held.get(question(body), 0) + 1
-        return text + " Yes." if body.get("ignore_eos") and held[question(body)] == 1 else text
+        return text + " Yes." if body.get("logit_bias") and held[question(body)] == 1 else text
 
     with FakeServer(answer=answer) as target:
         checks = run(tmp_path, target, "soak")

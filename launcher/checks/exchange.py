@@ -72,6 +72,12 @@ class Exchange:
         return None if ids is None else tuple(ids)
 
     @property
+    def stop_token(self):
+        """The id of the token that ended the answer, None where it is unknown or something else did."""
+        matched = self._choice.get("matched_stop")
+        return matched if isinstance(matched, int) else None
+
+    @property
     def prompt_ids(self):
         """Only before the exchange is kept on file."""
         return self._choice.get(_PROMPT_IDS)

@@ -16,7 +16,7 @@ def whole_answers(recording):
     return [
         e
         for e in recording.exchanges
-        if e.server == TARGET and e.request.get("max_tokens") != 1 and not e.request.get("ignore_eos")
+        if e.server == TARGET and e.request.get("max_tokens") != 1 and not e.request.get("logit_bias")
     ]
 
 

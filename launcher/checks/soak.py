@@ -13,10 +13,12 @@ from launcher.checks.session import TARGET, NotRun
 SOAK = "soak"
 _SAMPLE_S = 0.2
 # What the requests of a stage take of the pool when all of their answers are out, and the prompts' share of
-# that. The scheduler admits a request by its prompt and 0.7 of what it may still write (new_token_ratio,
-# srt/environ.py @ 0.5.23), so 1.2 of the pool with 0.3 of it in prompts is admitted as 0.95 and outgrows
-# the pool while it decodes, which is what makes it retract.
-_FILL = {0.6: (0.8, 0.8), 0.95: (1.2, 0.3)}
+# that. The scheduler admits a request when its prompt and all that it may write fit beside 0.7 of what the
+# running ones may still write (new_token_ratio, srt/managers/schedule_policy.py @ 0.5.23). So 1.15 of the
+# pool with 0.3 of it in prompts is admitted, from three requests on, and outgrows the pool while it decodes:
+# that is what makes it retract. With ignore_eos it would count all of every answer, and min_tokens DFLASH does
+# not heed, so the token that ends answers is biased away.
+_FILL = {0.6: (0.8, 0.8), 0.95: (1.15, 0.3)}
 _REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
 _MAX_ALONE = 2  # retracted answers that are asked for again alone
 
@@ -55,20 +57,23 @@ def ask_soak(session):
     for prompt in probes(session.suite):
         session.ask(prompt, step="uncached")
         session.ask(prompt, step="before")
+    stops = {e.stop_token for e in session.recording.find(SOAK)} - {None}
+    if not stops:
+        raise NotRun("the server does not say which token ends an answer, so that none can be made long")
     for usage, (requests, prompt_tokens, answer_tokens) in plans.items():
-        _fill(session, usage, requests, prompt_tokens, answer_tokens)
+        more = {"max_tokens": answer_tokens, "logit_bias": {str(token): -100 for token in sorted(stops)}}
+        _fill(session, usage, requests, prompt_tokens, more)
         for prompt in probes(session.suite):
             after = session.ask(prompt, step=f"after {usage:g}")
             same.ask_margin(session, session.recording.one(SOAK, prompt.id, step="before"), after)
     _ask_retracted_alone(session)
 
 
-def _fill(session, usage, requests, prompt_tokens, answer_tokens):
+def _fill(session, usage, requests, prompt_tokens, more):
     """One stage: all requests at once, with the pool's usage sampled until the last has its answer."""
     sentences = session.sentences(prompt_tokens)
     plan = [[f"load-{usage:g}-{n}", sentences, 0.5] for n in range(requests)]
     session.recording.note(SOAK, "load", usage=usage, prompts=plan)
-    more = {"max_tokens": answer_tokens, "ignore_eos": True}
     peak, done = 0.0, threading.Event()
 
     def sample():
@@ -101,7 +106,7 @@ def _ask_retracted_alone(session):
     for event in session.recording.events_of(SOAK, "load"):
         prompts |= {entry[0]: session.suite.recall(*entry) for entry in event["prompts"]}
     for loaded in _retracted(session.recording)[:_MAX_ALONE]:
-        more = {"max_tokens": loaded.request["max_tokens"], "ignore_eos": True}
+        more = {name: loaded.request[name] for name in ("max_tokens", "logit_bias")}
         alone = session.ask(prompts[loaded.item], step="alone", **more)
         same.ask_margin(session, alone, loaded)
 

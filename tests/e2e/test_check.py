@@ -1,0 +1,84 @@
+"""`fp4kv check` against the real server, drafted and undrafted, on the shipped pair."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.checks import runner
+from launcher.checks.options import Options
+from launcher.demo import PAIR
+from tests.e2e.server import embedded_server
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+NVFP4 = ("--kv-cache-dtype", "nvfp4", "--max-running-requests", "4")
+# A pool that four requests fill and outgrow, and a chunk that a prompt of the context is longer than.
+SMALL = ("--max-total-tokens", "640", "--context-length", "640", "--chunked-prefill-size", "256")
+DRAFTER = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory):
+    log = tmp_path_factory.mktemp("drafted") / "server.log"
+    with embedded_server(PAIR / "target", *NVFP4, *SMALL, *DRAFTER, log=log) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undrafted(tmp_path_factory):
+    log = tmp_path_factory.mktemp("undrafted") / "server.log"
+    with embedded_server(PAIR / "target", *NVFP4, log=log) as server:
+        yield server
+
+
+def test_readme_commands(drafted, tmp_path):
+    """The README's two commands, on another port and into another folder."""
+    lines = re.findall(r"^\.venv/bin/fp4kv (check .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        line = line.replace("http://127.0.0.1:30000", drafted.url).replace("check-pair", str(tmp_path / "check"))
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher.cli", *shlex.split(line)],
+            cwd=ROOT, capture_output=True, text=True, env=os.environ,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "PASS: all 5 checks asked passed" in done.stdout
+    assert "the same verdict as on file" in done.stderr
+    numbers = json.loads((tmp_path / "check" / "verdict.json").read_text())["checks"]["accept-length"]["numbers"]
+    assert min(numbers["workloads"].values()) >= 3
+
+
+@pytest.fixture(scope="module")
+def verdict(drafted, undrafted, tmp_path_factory):
+    """Every check that the README's commands leave out, as far as two cores can ask them."""
+    options = Options(
+        url=drafted.url, undrafted=undrafted.url, control=undrafted.url, suite="pair", depths=(300,), positions=(0.5,),
+        prompts=1, answers=6, only=("drafted-equality", "prefix-cache", "batch-identical", "prefix-cut",
+                                    "chunked-prefill", "agreement", "soak", "degenerate-output"),
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("run") / "check"
+    found = runner.run(options, folder)
+    again, stored = runner.rescore(folder)
+    assert json.loads(json.dumps(again)) == stored
+    return found
+
+
+def test_every_check_passes_on_a_sound_server(verdict):
+    assert {id: check["summary"] for id, check in verdict["checks"].items() if check["status"] != "pass"} == {}
+    assert verdict["exit_code"] == 0
+
+
+def test_drafted_tokens_are_equal_outright(verdict):
+    assert {item["detail"].split(",")[0] for item in verdict["checks"]["drafted-equality"]["items"]} == {"equal"}
+
+
+def test_the_soak_filled_the_pool_and_retracted(verdict):
+    soak = verdict["checks"]["soak"]["numbers"]
+    assert soak["peaks"]["0.6"] > 0.6 and soak["peaks"]["0.95"] > 0.95 and soak["retractions"] >= 1

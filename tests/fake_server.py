@@ -44,11 +44,11 @@ class FakeServer:
     ``answer(n, body, text)``: the text in place of the right one, for the n-th chat request (from 1), or a
     (status, JSON) pair. ``info``: changes to /server_info; None for no such endpoint. ``margin``: of every
     token that is probed. ``meta(n, body, meta)`` changes meta_info in place. ``hold_s``: how long a request
-    that writes on past its end stays in the pool.
+    that writes on past its end waits for the others in the pool; 0 for not at all.
     """
 
     def __init__(self, *, answer=None, info=(), context=8_192, margin=9.0, meta=None, finish="stop",
-                 die_after=None, loads=True, ids=True, hold_s=0.5, delay_s=0.0,
+                 die_after=None, loads=True, ids=True, hold_s=1.0, delay_s=0.0,
                  stop_token=2):  # fmt: skip
         self.answer, self.meta, self.margin, self.finish = answer, meta, margin, finish
         self.context, self.die_after, self.loads, self.ids = context, die_after, loads, ids
@@ -58,8 +58,10 @@ class FakeServer:
             "max_total_num_tokens": POOL, "max_running_requests": REQUESTS, "speculative_algorithm": "DFLASH",
             "disable_radix_cache": False, **dict(info),
         }  # fmt: skip
-        self.asked, self.seen, self.held = [], {}, 0
-        self.lock = threading.Lock()
+        self.asked, self.seen = [], {}
+        self.lock, self.full = threading.Lock(), threading.Condition()
+        self.held = self.holding = self.left = self.most = 0
+        self.seen_full = False
         handler = type("Handler", (_Handler,), {"fake": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.http.daemon_threads = True
@@ -88,7 +90,10 @@ class FakeServer:
         if path == "/server_info" and self.info is not None:
             return 200, self.info
         if path.startswith("/v1/loads") and self.loads:
-            return 200, {"loads": [{"token_usage": min(1.0, self.held / POOL)}]}
+            with self.full:
+                self.seen_full = self.seen_full or self.holding == REQUESTS
+                self.full.notify_all()
+                return 200, {"loads": [{"token_usage": min(1.0, self.held / POOL)}]}
         return (200, {}) if path == "/health" else (404, {"detail": "Not Found"})
 
     def chat(self, body):
@@ -110,7 +115,7 @@ class FakeServer:
                 return text
         meta = {
             "cached_tokens": self._cached(body.get("cache_salt"), user), "spec_accept_length": 5.5,
-            "num_retractions": self._hold(tokens + body["max_tokens"]) if body.get("logit_bias") else 0,
+            "num_retractions": self._hold(tokens + body["max_tokens"]) if self.hold_s and body.get("logit_bias") else 0,
         }  # fmt: skip
         if self.info is not None and self.info["speculative_algorithm"] is None:
             del meta["spec_accept_length"]
@@ -145,13 +150,23 @@ class FakeServer:
         return shared // 4
 
     def _hold(self, tokens):
-        """Keeps the tokens in the pool for a while; 1 where that is more than there are."""
-        with self.lock:
+        """Keeps the tokens in the pool until its usage was read with all requests in it, or for hold_s where
+        fewer come; 1 where the pool has been too small for all of them."""
+        with self.full:
             self.held += tokens
-        time.sleep(self.hold_s)
-        with self.lock:
-            retracted = int(self.held > POOL)
+            self.holding += 1
+            self.most = max(self.most, self.held)
+            if self.holding == REQUESTS:
+                self.seen_full = False
+            all_came = self.full.wait_for(lambda: self.holding == REQUESTS, self.hold_s)
+            self.full.notify_all()
+            if all_came:
+                self.full.wait_for(lambda: self.seen_full, 10)
+            retracted = int(self.most > POOL)
             self.held -= tokens
+            self.left += 1
+            if self.left == self.holding:
+                self.left = self.holding = self.most = 0
         return retracted
 
 

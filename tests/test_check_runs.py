@@ -58,6 +58,13 @@ def test_a_sound_server_with_both_others_passes_every_check(check):
     assert {body["temperature"] for body in target.asked} == {0}
 
 
+def test_template_arguments_are_those_of_every_request(tmp_path, capsys):
+    with FakeServer() as target:
+        argv = ["check", "--url", target.url, "--suite", "pair", "--only", "arithmetic", "--out", str(tmp_path / "r")]
+        assert cli.main([*argv, "--chat-template-kwargs", '{"enable_thinking": false}']) == 0
+    assert [body["chat_template_kwargs"] for body in target.asked] == [{"enable_thinking": False}] * 6
+
+
 def test_what_needs_another_server_is_not_run_without_one(check):
     with FakeServer() as target:
         checks = check(target, "agreement", "drafted-equality", "chunked-prefill", "arithmetic")
@@ -222,9 +229,10 @@ def test_bad_usage_is_named_before_anything_is_asked(tmp_path, capsys):
 
 
 def test_a_value_that_is_no_number_is_argparses(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["check", "--depths", "8k"])
-    assert "invalid list of numbers value: '8k'" in capsys.readouterr().err
+    for flag, value, kind in (("--depths", "8k", "list of numbers"), ("--chat-template-kwargs", "[1]", "JSON object")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["check", flag, value])
+        assert f"invalid {kind} value: '{value}'" in capsys.readouterr().err
     assert re.search(
         "no check x", str(pytest.raises(UsageError, runner.selected, Options("http://a", skip=("x",))).value)
     )

@@ -82,6 +82,7 @@ def add_parser(subparsers):
     add("--profile", metavar="FILE", help="a profile (configs/*.yaml) that states the floors")
     add("--kv", choices=("bf16", "fp8_e4m3", "nvfp4"), help="the KV format where the server does not say")
     add("--model", help="the model's name in requests (default: the first that the server lists)")
+    add("--chat-template-kwargs", type=_object, metavar="JSON", help='of every request, {"enable_thinking": false} say')
     add("--timeout", type=float, default=600, metavar="S", help="of one answer (default 600)")
     add("--out", metavar="FOLDER", help="where everything is kept (default fp4kv-check-DATE)")
     add("--json", action="store_true", help="the verdict as JSON on stdout")
@@ -99,6 +100,16 @@ def _numbers(kind):
 
     read.__name__ = "list of numbers"  # what argparse calls a value that is none
     return read
+
+
+def _object(text):
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError
+    return found
+
+
+_object.__name__ = "JSON object"
 
 
 def _floor(text):
@@ -135,12 +146,14 @@ def options_of(args):
     Raises: UsageError
     """
     floors = dict(_profile_floors(args.profile)) | dict(args.floor)
+    given = ("url", "control", "undrafted", "one_chunk", "suite", "only", "skip", "depths", "positions", "answers",
+             "prompts", "max_tokens", "seed", "kv", "model")  # fmt: skip
     return Options(
-        url=args.url, control=args.control, undrafted=args.undrafted, one_chunk=args.one_chunk, suite=args.suite,
-        only=args.only, skip=args.skip, depths=args.depths, positions=args.positions, answers=args.answers,
-        prompts=args.prompts, max_tokens=args.max_tokens, seed=args.seed, floors=tuple(floors.items()), kv=args.kv, model=args.model,
+        **{name: getattr(args, name) for name in given},
+        floors=tuple(floors.items()),
+        template=args.chat_template_kwargs,
         timeout_s=args.timeout,
-    )  # fmt: skip
+    )
 
 
 def _profile_floors(file):

@@ -18,7 +18,7 @@ class Options:
     without its drafter, a URL or the folder of a run of it. ``one_chunk``: the same launch with prefill
     in larger chunks. ``floors``: accept length by workload, "" for all others. ``only``, ``skip``: check
     ids. ``prompts``: at most so many of a kind, for a slow server. ``kv``: the KV format where the server
-    does not say.
+    does not say. ``template``: chat_template_kwargs of every request, {"enable_thinking": False} say.
 
     Raises: UsageError for what cannot be meant.
     """
@@ -39,6 +39,7 @@ class Options:
     floors: tuple = ()
     kv: str | None = None
     model: str | None = None
+    template: dict | None = None
     timeout_s: float = 600
 
     def __post_init__(self):

@@ -131,7 +131,7 @@ def _recorded_undrafted(options):
         raise UsageError(f"--undrafted {folder}: neither a URL nor the folder of a run")
     found = record.load(folder)
     theirs = from_json(found.run["options"])
-    for name in ("suite", "seed", "max_tokens", "prompts"):
+    for name in ("suite", "seed", "max_tokens", "prompts", "template"):
         one, other = getattr(theirs, name), getattr(options, name)
         if one != other:
             raise UsageError(

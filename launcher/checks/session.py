@@ -25,7 +25,8 @@ class Session:
         self.began = time.monotonic()
         self.check = None
         self._asked = 0
-        self._tokens_a_sentence = None
+        self._template = {"chat_template_kwargs": options.template} if options.template else {}
+        self._sentence_tokens = None
 
     def begin(self, check):
         self.check, self._asked = check, 0
@@ -48,6 +49,7 @@ class Session:
             "cache_salt": f"{self.salt}/{self.check}/{salt}",
             "return_token_ids": True,
             "return_meta_info": True,
+            **self._template,
             **more,
         }
         return self._send(CHAT, body, server, item or prompt.id, step)
@@ -104,23 +106,27 @@ class Session:
             )
         return room
 
-    def sentences(self, tokens):
-        """How many filler sentences make about ``tokens`` tokens of this server's tokenizer.
+    def sentence_tokens(self):
+        """Tokens of a filler sentence by the target's tokenizer, on average.
 
         Measured once, by the usage of a request for one token.
+        Raises: NotRun when the server reports no usage.
         """
-        if self._tokens_a_sentence is None:
+        if self._sentence_tokens is None:
             count = 24
             text = " ".join(self.suite.text(count, "ratio"))
             body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
             body["cache_salt"] = f"{self.salt}/ratio"
             asked = self._send(CHAT, body, TARGET, "filler", "ratio")
             if not asked.answered or not asked.prompt_tokens:
-                raise NotRun(
-                    f"the length of a text in tokens is unknown: {asked.message or 'no usage reported'}"
-                )
-            self._tokens_a_sentence = asked.prompt_tokens / count
-        return max(2, int(tokens / self._tokens_a_sentence))
+                problem = asked.message or "no usage reported"
+                raise NotRun(f"the length of a text in tokens is unknown: {problem}")
+            self._sentence_tokens = asked.prompt_tokens / count
+        return self._sentence_tokens
+
+    def sentences(self, tokens):
+        """How many filler sentences make about ``tokens`` tokens."""
+        return max(2, int(tokens / self.sentence_tokens()))
 
     def each(self, servers):
         """The named servers of ``servers`` that this run has and that still answer."""

@@ -12,13 +12,16 @@ from launcher.checks.session import TARGET, NotRun
 
 SOAK = "soak"
 _SAMPLE_S = 0.2
-# What the requests of a stage take of the pool when all of their answers are out, and the prompts' share of
-# that. The scheduler admits a request when its prompt and all that it may write fit beside 0.7 of what the
-# running ones may still write (new_token_ratio, srt/managers/schedule_policy.py @ 0.5.23). So 1.15 of the
-# pool with 0.3 of it in prompts is admitted, from three requests on, and outgrows the pool while it decodes:
-# that is what makes it retract. With ignore_eos it would count all of every answer, and min_tokens DFLASH does
-# not heed, so the token that ends answers is biased away.
-_FILL = {0.6: (0.8, 0.8), 0.95: (1.15, 0.3)}
+# The first stage stays below the pool: this share of it, most of that in prompts.
+_FILL, _PROMPTS = 0.8, 0.8
+# The second outgrows it. The scheduler admits a request when its prompt and all that it may write fit beside
+# 0.7 of what the running ones may still write (new_token_ratio, srt/managers/schedule_policy.py @ 0.5.23), so
+# long answers to short prompts are admitted and do not fit when they are written: that is what makes it
+# retract. With ignore_eos it would count all of every answer, and DFLASH does not heed min_tokens, so the
+# token that ends an answer is biased away.
+_ADMITTED, _SHORT = 0.7, 0.25
+_HELD_BESIDE = 20  # tokens of the pool that a running request holds for what is drafted next
+_QUESTION_TOKENS = 40  # of a recall beside its filler: template, planted code and question
 _REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
 _MAX_ALONE = 2  # retracted answers that are asked for again alone
 
@@ -28,22 +31,27 @@ def probes(suite):
     return [*suite.prompts("arithmetic")[:2], *suite.workload("chat")[:1], *suite.workload("code")[:1]]
 
 
-def plan_load(facts, room, usage):
-    """(requests, prompt tokens, answer tokens of each) that fill the pool past ``usage``.
+def plan_load(facts, room, usage, sentence_tokens):
+    """(requests, filler sentences, answer tokens of each) that fill the pool past ``usage``.
 
     Raises: NotRun when the server's requests and context cannot fill its pool.
     """
-    fill, prompts_share = _FILL[usage]
-    tokens = fill * facts.pool_tokens
-    requests = min(facts.running_requests, max(_REQUESTS, math.ceil(tokens / room)))
-    each = math.ceil(tokens / requests)
-    if each > room:
+    pool = facts.pool_tokens
+    requests = min(facts.running_requests, max(_REQUESTS, math.ceil(1.5 * pool / room)))
+    overfill = usage == max(bounds.SOAK_USAGE)
+    prompt = (_SHORT if overfill else _FILL * _PROMPTS) * pool / requests
+    sentences = max(1, round((prompt - _QUESTION_TOKENS) / sentence_tokens))
+    prompt = _QUESTION_TOKENS + sentences * sentence_tokens
+    if overfill:
+        answer = (pool - requests * (prompt + _HELD_BESIDE)) / (1 + _ADMITTED * (requests - 1))
+    else:
+        answer = _FILL * pool / requests - prompt
+    if prompt + answer > room:
         raise NotRun(
-            f"{requests} requests of at most {room:,} tokens are {requests * room / facts.pool_tokens:.2f} of"
-            f" the pool's {facts.pool_tokens:,} tokens; start the server with a smaller --max-total-tokens"
+            f"{requests} requests of at most {room:,} tokens are {requests * room / pool:.2f} of"
+            f" the pool's {pool:,} tokens; start the server with a smaller --max-total-tokens"
         )
-    prompt = int(prompts_share * each)
-    return requests, prompt, each - prompt
+    return requests, sentences, max(1, int(answer))
 
 
 def ask_soak(session):
@@ -53,25 +61,25 @@ def ask_soak(session):
     if session.servers[TARGET].usage() is None:
         raise NotRun("the server does not report its pool's usage at /v1/loads")
     room = session.room()
-    plans = {usage: plan_load(facts, room, usage) for usage in bounds.SOAK_USAGE}
+    measured = session.sentence_tokens()
+    plans = {usage: plan_load(facts, room, usage, measured) for usage in bounds.SOAK_USAGE}
     for prompt in probes(session.suite):
         session.ask(prompt, step="uncached")
         session.ask(prompt, step="before")
     stops = {e.stop_token for e in session.recording.find(SOAK)} - {None}
     if not stops:
         raise NotRun("the server does not say which token ends an answer, so that none can be made long")
-    for usage, (requests, prompt_tokens, answer_tokens) in plans.items():
+    for usage, (requests, sentences, answer_tokens) in plans.items():
         more = {"max_tokens": answer_tokens, "logit_bias": {str(token): -100 for token in sorted(stops)}}
-        _fill(session, usage, requests, prompt_tokens, more)
+        _fill(session, usage, requests, sentences, more)
         for prompt in probes(session.suite):
             after = session.ask(prompt, step=f"after {usage:g}")
             same.ask_margin(session, session.recording.one(SOAK, prompt.id, step="before"), after)
     _ask_retracted_alone(session)
 
 
-def _fill(session, usage, requests, prompt_tokens, more):
+def _fill(session, usage, requests, sentences, more):
     """One stage: all requests at once, with the pool's usage sampled until the last has its answer."""
-    sentences = session.sentences(prompt_tokens)
     plan = [[f"load-{usage:g}-{n}", sentences, 0.5] for n in range(requests)]
     session.recording.note(SOAK, "load", usage=usage, prompts=plan)
     peak, done = 0.0, threading.Event()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 NVFP4 = ("--kv-cache-dtype", "nvfp4", "--max-running-requests", "4")
 # A pool that four requests fill and outgrow, and a chunk that a prompt of the context is longer than.
-SMALL = ("--max-total-tokens", "640", "--context-length", "640", "--chunked-prefill-size", "256")
+SMALL = ("--max-total-tokens", "512", "--context-length", "512", "--chunked-prefill-size", "128")
 DRAFTER = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
 
 

@@ -103,7 +103,8 @@ class Parsed(html.parser.HTMLParser):
 def full(tmp_path_factory):
     """The folder, output and exit code of one run of the command against three servers."""
     folder = tmp_path_factory.mktemp("check") / "run"
-    servers = {}, {"kv_cache_dtype": "bf16"}, {"speculative_algorithm": None, "chunked_prefill_size": 8192}
+    secrets = {"api_key": "s3cret", "launch_command": ["--api-key=s3cret"], "internal_states": [{"admin_api_key": "s3cret"}]}
+    servers = secrets, {"kv_cache_dtype": "bf16"}, {"speculative_algorithm": None, "chunked_prefill_size": 8192}
     with (
         FakeServer(info=servers[0]) as target,
         FakeServer(info=servers[1]) as control,
@@ -141,6 +142,7 @@ def test_everything_is_on_file_but_the_key(full):
     about = json.loads((folder / "run.json").read_text())
     assert about["seed"] and about["cache_salt"] and about["versions"]["sglang"] == "0.5.23"
     assert about["server_info"]["target"]["kv_cache_dtype"] == "nvfp4"
+    assert about["server_info"]["target"]["launch_command"] == ["--api-key=***"]
     assert about["options"]["floors"] == [["", 5.0]]
     exchanges = [
         json.loads(line)["exchange"] for line in (folder / "exchanges.jsonl").open() if '"exchange"' in line

@@ -204,7 +204,7 @@ def _one_chunk_server(session, tokens):
     for name in session.each((ONE_CHUNK, UNDRAFTED, CONTROL)):
         facts = session.facts(name)
         fits = facts.chunk_tokens is not None and (facts.chunk_tokens <= 0 or facts.chunk_tokens >= tokens)
-        if name != TARGET and fits and facts.kv_format == session.facts().kv_format:
+        if fits and facts.kv_format == session.facts().kv_format:
             return name
     return None
 

@@ -80,7 +80,8 @@ def _ask(check, session, lost):
     note = session.recording.note
     gone = lost.get(TARGET) or session.servers[TARGET].gone
     if gone:
-        return note(check.id, "stopped", server=TARGET, message=gone)
+        note(check.id, "stopped", server=TARGET, message=gone)
+        return
     try:
         check.ask(session)
         note(check.id, "asked")
@@ -93,7 +94,6 @@ def _ask(check, session, lost):
             note(check.id, "not run", message=str(reason))
     except ServerGone as gone:
         note(check.id, "stopped", server=gone.server, message=str(gone))
-    return None
 
 
 def _servers(options, api_key):

@@ -5,6 +5,7 @@ tokens, accept length and retractions there on request (return_token_ids, return
 and /v1/loads are read for facts (KV format, chunk size, pool usage); what they do not say stays None.
 """
 
+import re
 import time
 from dataclasses import asdict, dataclass
 
@@ -16,6 +17,7 @@ from launcher.checks.exchange import Exchange
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _FACTS_TIMEOUT_S = 60
+_SECRET = re.compile(r"api_key|password|secret", re.IGNORECASE)
 
 
 class ServerGone(Exception):
@@ -85,9 +87,10 @@ class Server:
         except requests.RequestException as error:
             raise self._lost(f"{self.url} cannot be reached ({_short(error)})") from None
         models = (self._get("/v1/models") or {}).get("data") or [{}]
-        self.info = self._get("/server_info")
+        info = self._get("/server_info")
+        self.info = without_secrets(info)
         self.model = self.model or models[0].get("id")
-        self.facts = facts(self.url, self.model, models[0], self.info or {})
+        self.facts = facts(self.url, self.model, models[0], info or {})
         return self.facts
 
     def usage(self):
@@ -137,6 +140,34 @@ class Server:
     def _lost(self, message):
         self.gone = message
         return ServerGone(self.name, message)
+
+
+def without_secrets(info):
+    """A /server_info answer without the values of its keys and passwords, wherever they stand in it."""
+    secrets = set()
+
+    def collect(value, name=""):
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                collect(inner, key)
+        elif isinstance(value, list):
+            for inner in value:
+                collect(inner)
+        elif isinstance(value, str) and value and _SECRET.search(name):
+            secrets.add(value)
+
+    def redact(value):
+        if isinstance(value, dict):
+            return {key: redact(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [redact(inner) for inner in value]
+        if isinstance(value, str):
+            for secret in secrets:
+                value = value.replace(secret, "***")
+        return value
+
+    collect(info)
+    return redact(info)
 
 
 def facts(url, model, listed, info):

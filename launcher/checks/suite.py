@@ -51,11 +51,6 @@ class Suite:
         count = min(count, len(entries))
         return [self._prompt(entries[i * len(entries) // count]) for i in range(count)]
 
-    def sentence_chars(self):
-        """Mean length of a filler sentence with the space after it."""
-        filler = self._data["recall"]["filler"]
-        return sum(map(len, filler)) / len(filler) + 1
-
     def text(self, sentences, salt):
         """Filler of that many sentences; the same for the same salt and seed."""
         r = random.Random(f"{self.seed}/{salt}")

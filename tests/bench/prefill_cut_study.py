@@ -9,12 +9,10 @@ the same answer is fed after it; reported is by how much the log-probability mar
 moves at each of the answer's steps. BF16 rounds nothing; what moves there is the order of sums.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
-from near_tie_study import FORMATS, cache_of
+from near_tie_study import FORMATS, begin, cache_of
 
 
 def cut_cache(form):
@@ -60,18 +58,8 @@ def quantiles(moves):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("prompts", type=Path)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    from transformers import AutoModelForCausalLM
-
-    from launcher.prompts import load_prompts
-
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
-    prompts = [prompt["input_ids"] for prompt in load_prompts(args.prompts, args.model)]
+    args, model, loaded = begin(__doc__)
+    prompts = [prompt["input_ids"] for prompt in loaded]
     result = {"model": args.model.name, "tokens": args.tokens, "margin_moves": {}}
     with torch.inference_mode():
         answers = []

@@ -2,7 +2,7 @@
 
 from launcher.checks import suite
 from launcher.checks.options import from_json
-from launcher.checks.result import ERROR, FAIL, NOT_RUN, PASS, Item, settle
+from launcher.checks.result import ERROR, FAIL, NOT_RUN, PASS, Item, Result, settle
 from launcher.checks.scoring import judge_text, judge_tool_call
 from launcher.checks.session import CONTROL, TARGET
 
@@ -55,10 +55,9 @@ def judge_all(check, recording, prompts, numbers=None, note=""):
     summary = f"{right} of {len(items)} right"
     if beyond:
         summary += f", {beyond} beyond this model (the control is wrong too)"
-    if right and beyond and all(item.status in (PASS, NOT_RUN) for item in items):
+    if right and beyond and right + beyond == len(items):
         # What the control cannot do either shows nothing; the rest decides.
-        shown = settle(check, [i for i in items if i.status == PASS], summary + note, numbers)
-        return type(shown)(check, shown.status, shown.summary, tuple(items), shown.numbers)
+        return Result(check, PASS, summary + note, tuple(items), numbers or {})
     return settle(check, items, summary + note, numbers)
 
 
@@ -74,8 +73,8 @@ def ask_recall(session):
     room = min(session.room(server) for server in session.each((TARGET, CONTROL)))
     plan = []
     for asked, fits in depths(session.options, room):
-        # Sentences differ in length, so a text is aimed a little below what is asked.
-        sentences = session.sentences(0.96 * fits)
+        # Sentences differ in length, so a text that must fit is aimed a little lower.
+        sentences = session.sentences(fits if fits < room else 0.96 * fits)
         for position in session.options.positions:
             plan.append([f"{fits}@{position:g}", sentences, position])
     capped = [asked for asked in session.options.depths if asked > room]

@@ -87,7 +87,7 @@ def add_parser(subparsers):
     add("--out", metavar="FOLDER", help="where everything is kept (default fp4kv-check-DATE)")
     add("--json", action="store_true", help="the verdict as JSON on stdout")
     add("--rescore", metavar="FOLDER", help="judge a run on file again; asks no server")
-    return parser  # fmt: skip
+    return parser
 
 
 def _ids(text):

@@ -44,6 +44,10 @@ class Exchange:
         return self._choice.get("meta_info") or {}
 
     @property
+    def _usage(self):
+        return (self.response or {}).get("usage") or {}
+
+    @property
     def answered(self):
         return self.problem is None
 
@@ -84,18 +88,18 @@ class Exchange:
 
     @property
     def prompt_tokens(self):
-        return (self.response or {}).get("usage", {}).get("prompt_tokens")
+        return self._usage.get("prompt_tokens")
 
     @property
     def completion_tokens(self):
-        return (self.response or {}).get("usage", {}).get("completion_tokens")
+        return self._usage.get("completion_tokens")
 
     @property
     def cached_tokens(self):
         """Prompt tokens from the prefix cache; None where the server does not report them."""
         if "cached_tokens" in self._meta:
             return self._meta["cached_tokens"]
-        details = (self.response or {}).get("usage", {}).get("prompt_tokens_details") or {}
+        details = self._usage.get("prompt_tokens_details") or {}
         return details.get("cached_tokens")
 
     @property
@@ -114,7 +118,8 @@ class Exchange:
         if not logprobs:
             return None
         if "content" in logprobs:
-            pairs = [[best["logprob"] for best in token["top_logprobs"]] for token in logprobs["content"]]
+            tops = [token.get("top_logprobs") or [] for token in logprobs["content"] or []]
+            pairs = [[best["logprob"] for best in top] for top in tops]
         else:  # of /v1/completions, where two tokens of one spelling are one entry
             pairs = [list((best or {}).values()) for best in logprobs.get("top_logprobs") or []]
         return tuple(_gap(pair) for pair in pairs)

@@ -132,6 +132,14 @@ def test_every_kind_of_refusal_is_reported_as_it_is(check, reply, kind):
     assert kind in checks["arithmetic"]["summary"] and checks["arithmetic"]["status"] == "error"
 
 
+def test_an_answer_without_usage_is_still_judged(check):
+    with FakeServer(answer=lambda *_: (200, {"choices": [{"message": {"content": "It is 391."}}], "usage": None})) as target:
+        checks = check(target, "arithmetic", "recall", "prefix-cache")
+    assert [item["status"] for item in checks["arithmetic"]["items"]] == ["pass", "fail"]
+    assert checks["recall"]["summary"] == "the length of a text in tokens is unknown: no usage reported"
+    assert checks["prefix-cache"]["status"] == "not run"
+
+
 def test_a_context_too_short_for_anything(check):
     with FakeServer(context=100) as target:
         checks = check(target, "recall", "soak", "arithmetic")

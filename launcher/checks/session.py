@@ -8,6 +8,7 @@ from launcher.checks.server import CHAT, COMPLETIONS, ServerGone
 from launcher.checks.suite import suite_of
 
 TARGET, CONTROL, UNDRAFTED, ONE_CHUNK = "target", "control", "undrafted", "one-chunk"
+_KEPT_BY_PROBE = ("cache_salt", "logit_bias")
 _RESERVE_TOKENS = 64  # of the context, for the chat template and what a tokenizer does otherwise
 
 
@@ -75,7 +76,7 @@ class Session:
             "prompt": [*exchange.prompt_ids, *exchange.tokens[:position]],
             "max_tokens": 1,
             "logprobs": 2,
-            "cache_salt": exchange.request.get("cache_salt"),
+            **{name: exchange.request[name] for name in _KEPT_BY_PROBE if name in exchange.request},
         }
         step = f"margin {exchange.step} {position}"
         self._send(COMPLETIONS, body, exchange.server, exchange.item, step)

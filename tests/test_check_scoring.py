@@ -176,6 +176,11 @@ def test_same_cut_needs_reported_and_equal_cuts():
 def test_same_answers_cut_at_the_limit_are_cut_and_missing_ids_not_judged():
     cut = exchange("ab", finish="length")
     assert same.judge(recording(), cut, cut, "it").status == CUT
+    assert same.judge(recording(), cut, cut, "it", whole=False).status == PASS
+    parted = exchange("ax", finish="length", cached_tokens=0)
+    near = exchange("ab", finish="length", top=[9.0, 0.1], cached_tokens=0)
+    assert same.judge(recording(), near, parted, "it").status == CUT
+    assert same.judge(recording(), near, parted, "it", whole=False).status == PASS
     assert same.judge(recording(), None, cut, "it") == Item("it", NOT_RUN, "not asked")
     plain = exchange("ab")
     plain.response["choices"][0]["response_token_ids"] = None

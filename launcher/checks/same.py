@@ -63,8 +63,12 @@ def bound(recording, a, b):
     return max(bounds.cut_bound(f) for f in formats), "other chunks"
 
 
-def judge(recording, reference, candidate, name, *, outright=False):
-    """The Item of two answers that must be the same; ``outright`` allows no near-tie."""
+def judge(recording, reference, candidate, name, *, outright=False, whole=True):
+    """The Item of two answers that must be the same.
+
+    ``outright`` allows no near-tie. ``whole``: answers that are the same as far as max_tokens let them go
+    are cut, not equal; where the limit is the check's own they are compared as far as that goes.
+    """
     for exchange in (reference, candidate):
         if exchange is None:
             return Item(name, NOT_RUN, "not asked")
@@ -74,8 +78,9 @@ def judge(recording, reference, candidate, name, *, outright=False):
         if exchange.tokens is None:
             return Item(name, NOT_RUN, f"the {exchange.server} server returns no token ids")
     position = first_difference(reference.tokens, candidate.tokens)
+    cut = whole and (not_an_answer(reference, name) or not_an_answer(candidate, name))
     if position is None:
-        return not_an_answer(reference, name) or Item(name, PASS, f"equal, {len(reference.tokens)} tokens")
+        return cut or Item(name, PASS, f"equal, {len(reference.tokens)} tokens")
     if outright:
         return Item(name, FAIL, f"different at token {position}, where only equal will do")
     gap = margin(recording, reference, position)
@@ -85,7 +90,7 @@ def judge(recording, reference, candidate, name, *, outright=False):
     limit, what = bound(recording, reference, candidate)
     found = compare(reference.tokens, candidate.tokens, gaps, limit)
     if found.passed:
-        return Item(name, PASS, f"near-tie at token {position} (margin {gap:.3f} below {limit:g}, {what})")
+        return cut or Item(name, PASS, f"near-tie at token {position} (margin {gap:.3f} below {limit:g}, {what})")
     known = "unknown" if gap is None else f"{gap:.3f}"
     return Item(name, FAIL, f"different at token {position} (margin {known}, bound {limit:g}, {what})")
 

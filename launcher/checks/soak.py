@@ -126,18 +126,14 @@ def score_soak(recording):
     for loaded in _retracted(recording)[:_MAX_ALONE]:
         alone = recording.one(SOAK, loaded.item, step="alone")
         if alone is not None:
-            items.append(_not_cut(same.judge(recording, alone, loaded, f"{loaded.item} retracted")))
+            name = f"{loaded.item} retracted"
+            items.append(same.judge(recording, alone, loaded, name, whole=False))
     peaks = {f"{e['usage']:g}": e["reached"] for e in recording.events_of(SOAK, "peak")}
     retractions = sum(e.retractions for e in _retracted(recording))
     shown = ", ".join(f"{reached:.2f}" for reached in peaks.values())
     before = mean_accept(recording.find(SOAK, step="before"))
     numbers = {"peaks": peaks, "retractions": retractions, "accept_before": before}
     return settle(SOAK, items, f"pool filled to {shown}, {retractions} retractions", numbers)
-
-
-def _not_cut(item):
-    """Load answers are asked to run to their max_tokens; compared as far as that goes, they are whole."""
-    return Item(item.name, PASS, "equal") if item.status == "cut" else item
 
 
 def _stage(recording, usage):

@@ -197,18 +197,23 @@ def test_a_server_that_says_nothing_about_itself(check):
     } == {"not run"}
 
 
-def test_a_silent_truncation_of_the_prompt_is_seen(check):
+@pytest.mark.parametrize("most", [150, 30])
+def test_a_silent_truncation_of_the_prompt_is_seen(check, most):
     def short(n, body, text):
+        tokens = min(most, len(body["messages"][0]["content"]) // 4)
         return 200, {
             "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 30, "completion_tokens": 5},
+            "usage": {"prompt_tokens": tokens, "completion_tokens": 5},
         }
 
     with FakeServer(answer=short) as target:
         checks = check(target, "recall")
+    if most == 30:
+        assert checks["recall"]["summary"] == "the server reads 30 tokens of a short text and 30 of a longer one"
+        return
     assert (
         checks["recall"]["status"] == "error"
-        and "the server read 30 tokens of a prompt of" in checks["recall"]["summary"]
+        and "the server read 150 tokens of a prompt of" in checks["recall"]["summary"]
     )
 
 

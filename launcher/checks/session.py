@@ -9,6 +9,7 @@ from launcher.checks.suite import suite_of
 
 TARGET, CONTROL, UNDRAFTED, ONE_CHUNK = "target", "control", "undrafted", "one-chunk"
 _KEPT_BY_PROBE = ("cache_salt", "logit_bias")
+_MEASURED = (2, 24)  # sentences of the two texts that a tokenizer is measured by
 _RESERVE_TOKENS = 64  # of the context, for the chat template and what a tokenizer does otherwise
 
 
@@ -27,7 +28,7 @@ class Session:
         self.check = None
         self._asked = 0
         self._template = {"chat_template_kwargs": options.template} if options.template else {}
-        self._sentence_tokens = None
+        self._text_tokens = None
 
     def begin(self, check):
         self.check, self._asked = check, 0
@@ -107,27 +108,34 @@ class Session:
             )
         return room
 
-    def sentence_tokens(self):
-        """Tokens of a filler sentence by the target's tokenizer, on average.
+    def text_tokens(self):
+        """(tokens of a filler sentence, tokens of a recall beside its filler) by the target's tokenizer.
 
-        Measured once, by the usage of a request for one token.
+        Measured once, by the usage of two requests for one token.
         Raises: NotRun when the server reports no usage.
         """
-        if self._sentence_tokens is None:
-            count = 24
-            text = " ".join(self.suite.text(count, "ratio"))
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-            body["cache_salt"] = f"{self.salt}/ratio"
-            asked = self._send(CHAT, body, TARGET, "filler", "ratio")
-            if not asked.answered or not asked.prompt_tokens:
-                problem = asked.message or "no usage reported"
-                raise NotRun(f"the length of a text in tokens is unknown: {problem}")
-            self._sentence_tokens = asked.prompt_tokens / count
-        return self._sentence_tokens
+        if self._text_tokens is None:
+            few, many = (self._recall_tokens(sentences) for sentences in _MEASURED)
+            if many <= few:
+                raise NotRun(f"the server reads {few} tokens of a short text and {many} of a longer one")
+            sentence = (many - few) / (_MEASURED[1] - _MEASURED[0])
+            self._text_tokens = sentence, few - _MEASURED[0] * sentence
+        return self._text_tokens
+
+    def _recall_tokens(self, sentences):
+        """Prompt tokens of a recall with so many sentences. Both measured begin with the same ones."""
+        prompt = self.suite.recall("measure", sentences, 0.0)
+        body = {**prompt.body(), **self._template, "max_tokens": 1, "cache_salt": f"{self.salt}/measure"}
+        asked = self._send(CHAT, body, TARGET, "measure", f"{sentences} sentences")
+        if not asked.answered or not asked.prompt_tokens:
+            problem = asked.message or "no usage reported"
+            raise NotRun(f"the length of a text in tokens is unknown: {problem}")
+        return asked.prompt_tokens
 
     def sentences(self, tokens):
-        """How many filler sentences make about ``tokens`` tokens."""
-        return max(2, int(tokens / self.sentence_tokens()))
+        """How many filler sentences make a recall of about ``tokens`` tokens."""
+        sentence, beside = self.text_tokens()
+        return max(1, round((tokens - beside) / sentence))
 
     def each(self, servers):
         """The named servers of ``servers`` that this run has and that still answer."""

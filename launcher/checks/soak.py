@@ -21,7 +21,6 @@ _FILL, _PROMPTS = 0.8, 0.8
 # token that ends an answer is biased away.
 _ADMITTED, _SHORT = 0.7, 0.25
 _HELD_BESIDE = 20  # tokens of the pool that a running request holds for what is drafted next
-_QUESTION_TOKENS = 40  # of a recall beside its filler: template, planted code and question
 _REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
 _MAX_ALONE = 2  # retracted answers that are asked for again alone
 
@@ -31,17 +30,19 @@ def probes(suite):
     return [*suite.prompts("arithmetic")[:2], *suite.workload("chat")[:1], *suite.workload("code")[:1]]
 
 
-def plan_load(facts, room, usage, sentence_tokens):
+def plan_load(facts, room, usage, text_tokens):
     """(requests, filler sentences, answer tokens of each) that fill the pool past ``usage``.
 
+    ``text_tokens``: of a sentence, and of a prompt beside its sentences.
     Raises: NotRun when the server's requests and context cannot fill its pool.
     """
     pool = facts.pool_tokens
     requests = min(facts.running_requests, max(_REQUESTS, math.ceil(1.5 * pool / room)))
     overfill = usage == max(bounds.SOAK_USAGE)
     prompt = (_SHORT if overfill else _FILL * _PROMPTS) * pool / requests
-    sentences = max(1, round((prompt - _QUESTION_TOKENS) / sentence_tokens))
-    prompt = _QUESTION_TOKENS + sentences * sentence_tokens
+    sentence, beside = text_tokens
+    sentences = max(1, round((prompt - beside) / sentence))
+    prompt = beside + sentences * sentence
     if overfill:
         answer = (pool - requests * (prompt + _HELD_BESIDE)) / (1 + _ADMITTED * (requests - 1))
     else:
@@ -61,7 +62,7 @@ def ask_soak(session):
     if session.servers[TARGET].usage() is None:
         raise NotRun("the server does not report its pool's usage at /v1/loads")
     room = session.room()
-    measured = session.sentence_tokens()
+    measured = session.text_tokens()
     plans = {usage: plan_load(facts, room, usage, measured) for usage in bounds.SOAK_USAGE}
     for prompt in probes(session.suite):
         session.ask(prompt, step="uncached")

@@ -95,7 +95,8 @@ def score_recall(recording):
         asked = ", ".join(f"{depth:,}" for depth in plan["capped"])
         facts = recording.facts[TARGET]
         limit = "pool" if facts.context_tokens == facts.pool_tokens else "context length"
-        note = f"; asked for {asked} tokens, capped at {plan['room']:,} by the server's {limit} of {facts.context_tokens:,}"
+        capped = f"capped at {plan['room']:,} by the server's {limit} of {facts.context_tokens:,}"
+        note = f"; asked for {asked} tokens, {capped}"
     truncated = [_truncated(recording, prompt) for prompt in prompts]
     result = judge_all(RECALL, recording, prompts, {"depths": by_depth(recording, prompts)}, note)
     problems = [item for item in truncated if item is not None]

@@ -103,11 +103,12 @@ def _servers(options, api_key):
         UNDRAFTED: options.undrafted,
         ONE_CHUNK: options.one_chunk,
     }
+    common = {"api_key": api_key, "timeout_s": options.timeout_s}
     return {
-        name: Server(name, url, model=options.model if name == TARGET else None, api_key=api_key, timeout_s=options.timeout_s)
+        name: Server(name, url, model=options.model if name == TARGET else None, **common)
         for name, url in urls.items()
         if url and url.startswith(("http://", "https://"))
-    }  # fmt: skip
+    }
 
 
 def _connect(servers):

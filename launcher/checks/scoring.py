@@ -117,7 +117,8 @@ def degenerate(exchange):
     loop = _loop(sequence)
     if loop:
         period, times = loop
-        return f"{'one token' if period == 1 else f'a phrase of {period} tokens'} {times} times over: {shorten(text[-60:])!r}"
+        what = "one token" if period == 1 else f"a phrase of {period} tokens"
+        return f"{what} {times} times over: {shorten(text[-60:])!r}"
     return None
 
 

@@ -84,4 +84,6 @@ def test_drafted_tokens_are_equal_outright(checks):
 
 def test_the_soak_filled_the_pool_and_retracted(checks):
     soak = checks["soak"]["numbers"]
-    assert soak["peaks"]["0.6"] > 0.6 and soak["peaks"]["0.95"] > 0.95 and soak["retractions"] >= 1
+    # Four drafted requests hold 64 of the 512 tokens for their next step, so it is full below 0.95.
+    assert soak["peaks"]["0.6"] > 0.6 and soak["peaks"]["0.95"] > 0.85 and soak["retractions"] >= 1
+    assert {item["status"] for item in checks["soak"]["items"] if "retracted" in item["name"]} == {"pass"}

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from launcher import explain, judge, patchset, plan, serve
+from launcher.checks import command as check
 
 _TAKES_SGLANG_FLAGS = (["serve"], ["judge"], ["plan"])
 
@@ -17,12 +18,13 @@ def build_parser():
     judge.add_parser(commands).set_defaults(run=judge.run)
     plan.add_parser(commands).set_defaults(run=plan.run)
     explain.add_parser(commands).set_defaults(run=explain.run)
+    check.add_parser(commands).set_defaults(run=check.run)
     patchset.add_parser(commands)
     return parser
 
 
 def main(argv=None):
-    """Exit codes: 0 accepted, 2 bad usage, 3 refused, 1 our own failure; serve passes SGLang's on."""
+    """Exit codes: 0 accepted, 2 bad usage, 3 refused or not right, 1 our own failure; serve passes SGLang's on."""
     argv = sys.argv[1:] if argv is None else list(argv)
     # Cut by hand: how argparse treats '--' differs between the releases of Python.
     ours, theirs = argv, []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from launcher.checks.suite import WORKLOADS
 from launcher.flags import UsageError, parse
 
 UNTESTED = "untested"
@@ -33,6 +34,7 @@ class Profile:
     draft_revision: str | None = None
     draft_sha256: str | None = None  # of the draft's safetensors files, in name order
     accept_length_floor: float | None = None
+    accept_length_floors: dict | None = None  # by workload of `fp4kv check`; over the one for all
     note: str | None = None
 
 
@@ -75,6 +77,21 @@ def _number(convert, least, what):
     return read
 
 
+def _floors(node):
+    if not isinstance(node, yaml.MappingNode):
+        raise _Wrong("must be a mapping of workloads to accept lengths")
+    read = _number(float, 1, "a number of at least 1")
+    floors = {}
+    for key, value in node.value:
+        if key.value not in WORKLOADS:
+            raise _Wrong(f"has no workload {key.value!r}; there are {', '.join(WORKLOADS)}")
+        try:
+            floors[key.value] = read(value)
+        except _Wrong as error:
+            raise _Wrong(f"of {key.value} {error}") from None
+    return floors
+
+
 # Every key but flags and result, which need more than their own value.
 _KEYS = {
     "name": _text,
@@ -84,6 +101,7 @@ _KEYS = {
     "draft_revision": _text,
     "draft_sha256": _pattern(r"[0-9a-f]{64}", "64 hexadecimal digits, quoted where all are decimal"),
     "accept_length_floor": _number(float, 1, "a number of at least 1"),
+    "accept_length_floors": _floors,
     "note": _text,
     "flags": None,
     "result": _text,

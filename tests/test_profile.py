@@ -95,6 +95,7 @@ def test_shipped_profiles_are_accepted_with_what_their_notes_allow(file):
 def test_every_key(tmp_path):
     (tmp_path / "r.json").write_text("{}")
     changes = {"draft_revision": "v1", "draft_sha256": "'" + "0" * 64 + "'", "accept_length_floor": 2}
+    changes["accept_length_floors"] = "{code: 3.5, non-english: 2}"
     file = write(tmp_path, lines(**changes, note="a b", result="r.json"))
     assert load_profile(str(file)) == Profile(
         name="mine",
@@ -107,6 +108,7 @@ def test_every_key(tmp_path):
         draft_revision="v1",
         draft_sha256="0" * 64,
         accept_length_floor=2.0,
+        accept_length_floors={"code": 3.5, "non-english": 2.0},
         note="a b",
     )
 
@@ -144,6 +146,9 @@ def test_a_quoted_value_stays_one_word(tmp_path):
         (lines(draft_sha256="12ab"), ":9: draft_sha256 must be 64 hexadecimal digits"),
         (lines(draft_sha256="0" * 64), ":9: draft_sha256 must be 64 hexadecimal digits, quoted where all are"),
         (lines(accept_length_floor="0.5"), ":9: accept_length_floor must be a number of at least 1"),
+        (lines(accept_length_floors="3"), ":9: accept_length_floors must be a mapping of workloads"),
+        (lines(accept_length_floors="{talk: 3}"), ":9: accept_length_floors has no workload 'talk'; there are chat"),
+        (lines(accept_length_floors="{code: 0}"), ":9: accept_length_floors of code must be a number of at least 1"),
         (lines(draft_revision="5"), ":9: draft_revision must be text"),
         (lines(flags="--tp-size 2"), ":5: flags must be a list, one flag with its values an item"),
         (lines(flags="\n  - --tp-size 2\n  - 4"), ":7: an item of flags is text and starts with '--'"),

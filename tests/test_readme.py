@@ -22,6 +22,7 @@ RUN_BY = {
     "fp4kv judge": "test_judge",
     "fp4kv explain": "test_explain",
     "fp4kv plan": "test_plan",
+    "fp4kv check": "tests/e2e/test_check.py::test_readme_commands",
     "fp4kv patch status": "test_patch_commands",
     "fp4kv patch apply": "test_patch_commands",
     "fp4kv patch verify": "tests/test_patchset.py",

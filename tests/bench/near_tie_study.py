@@ -86,8 +86,9 @@ def cache_of(form):
     return RoundedCache
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+def begin(doc):
+    """The command line of a study of margins, its model and its prompts."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--tokens", type=int, default=48)
@@ -95,10 +96,14 @@ def main():
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
-    from launcher.demo import load_prompts
+    from launcher.prompts import load_prompts
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
-    prompts = load_prompts(args.prompts, args.model)
+    return args, model, load_prompts(args.prompts, args.model)
+
+
+def main():
+    args, model, prompts = begin(__doc__)
     result = {"model": args.model.name, "tokens": args.tokens, "parts": PARTS, "margin_moves": {}}
     with torch.inference_mode():
         answers = []

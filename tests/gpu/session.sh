@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a GPU host runs, from the repository's root: session.sh OUT_DIR PHASE...
 # PYTHON names an interpreter that has the pinned SGLang, patched (fp4kv patch apply), and pytest with its
-# plugins xdist and timeout. MODEL names the folder of the phases smollm2 and throughput, DRAFT the draft's of
-# smollm2, SANITIZE_MODES some of sanitize's four modes where one call has no time for all.
+# plugins xdist and timeout. MODEL names the folder of the phases smollm2, checks-smollm2 and throughput, DRAFT
+# the draft's of smollm2, SANITIZE_MODES some of sanitize's four modes where one call has no time for all.
 set -uo pipefail
 out=$1; shift
 py=${PYTHON:-python3}
@@ -28,6 +28,9 @@ for name in "$@"; do
     bench) phase bench "$py" tests/bench/run.py --out "$out/h200_bench.json" ;;
     throughput) phase throughput "$py" -m tests.gpu.throughput "$MODEL" "$out/h200_throughput.json" \
       --logs "$out/logs/throughput" ;;
+    checks) phase checks "$py" -m tests.gpu.checks models/pair/target "$out/checks" --draft models/pair/draft ;;
+    checks-smollm2) phase checks-smollm2 "$py" -m tests.gpu.checks "$MODEL" "$out/checks-smollm2" --suite chat \
+      --depths 512,1800 --context 2048 ;;
     plan) phase plan "$py" -m tests.gpu.plan_servers "$out/h200_plan.json" --logs "$out/logs/plan" ;;
     sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ${SANITIZE_MODES:-} ;;
     *) echo "unknown phase $name"; status=2 ;;

@@ -28,6 +28,20 @@ def _add(a, b):
 
 
 @gluon.jit
+def _extent(prefix, Q: gl.constexpr, T: gl.constexpr, HAS_BLOCK: gl.constexpr, WINDOW: gl.constexpr):
+    """Of requests: their keys, the position of the first query row, first tile in reach, tiles."""
+    total = prefix
+    first_pos = prefix - Q
+    if HAS_BLOCK:
+        total = prefix + Q
+        first_pos = prefix
+    first_tile = first_pos * 0
+    if WINDOW > 0:
+        first_tile = gl.maximum(first_pos - WINDOW, 0) // T
+    return total, first_pos, first_tile, gl.maximum((total + T - 1) // T - first_tile, 0)
+
+
+@gluon.jit
 def share_tiles(
     kv_indptr_ptr,
     sched_ptr,
@@ -54,15 +68,8 @@ def share_tiles(
     b_in = b < batch
     start = gl.load(kv_indptr_ptr + b, mask=b_in, other=0)
     prefix = (gl.load(kv_indptr_ptr + b + 1, mask=b_in, other=0) - start).to(gl.int32)
-    total = prefix
-    first_pos = prefix - Q
-    if HAS_BLOCK:
-        total = prefix + Q
-        first_pos = prefix
-    first_tile = first_pos * 0
-    if WINDOW > 0:
-        first_tile = gl.maximum(first_pos - WINDOW, 0) // T
-    tiles = gl.where(b_in, gl.maximum((total + T - 1) // T - first_tile, 0), 0)
+    _, _, _, tiles = _extent(prefix, Q, T, HAS_BLOCK, WINDOW)
+    tiles = gl.where(b_in, tiles, 0)
     per_split = gl.maximum((gl.sum(tiles, 0) + budget - 1) // budget, MIN_TILES)
     splits = gl.maximum((tiles + (per_split - 1) // 2) // per_split, 1)
     splits = gl.where(tiles > 0, splits, 0)
@@ -79,27 +86,10 @@ def share_tiles(
     own = gl.minimum(req, batch - 1)
     my_start = gl.load(kv_indptr_ptr + own)
     my_prefix = (gl.load(kv_indptr_ptr + own + 1) - my_start).to(gl.int32)
-    my_total = my_prefix
-    my_first_pos = my_prefix - Q
-    if HAS_BLOCK:
-        my_total = my_prefix + Q
-        my_first_pos = my_prefix
-    my_first = my_first_pos * 0
-    if WINDOW > 0:
-        my_first = gl.maximum(my_first_pos - WINDOW, 0) // T
-    my_tiles = gl.maximum((my_total + T - 1) // T - my_first, 0)
+    my_total, my_first_pos, my_first, my_tiles = _extent(my_prefix, Q, T, HAS_BLOCK, WINDOW)
     begin = my_first + split * my_tiles // count
     end = my_first + (split + 1) * my_tiles // count
-    return (
-        req,
-        my_start.to(gl.int64),
-        my_prefix,
-        my_total,
-        my_first_pos,
-        begin,
-        end,
-        count == 1,
-    )
+    return req, my_start.to(gl.int64), my_prefix, my_total, my_first_pos, begin, end, count == 1
 
 
 @gluon.jit

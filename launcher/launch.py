@@ -180,7 +180,7 @@ def memory(launch):
         total=launch.gpu.memory_bytes if launch.gpu else None,
         fraction=launch.flags.mem_fraction_static,
         weights=None if None in sizes else sum(sizes) // tp,
-        target_cell=_cell(target, tp, "nvfp4", layers and len(layers)),
+        target_cell=_cell(target, tp, "nvfp4", layers and len(layers) * target.passes),
         draft_cell=_draft_cell(launch, tp),
         layer_cell=_cell(target, tp, "bf16", 1),
     )

@@ -10,29 +10,25 @@ from pathlib import Path
 
 from launcher.checkpoint import Checkpoint, read_checkpoint
 from launcher.flags import UsageError
+from launcher.model_kinds import (
+    ATTENTION_KINDS, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, traits, unreadable_figures,
+)  # fmt: skip
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 _LARGEST = 1 << 31
 
-# Kinds of layer in a config's layer_types that keep K and V for every token.
-_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
-_WINDOWED = ("sliding_attention", "chunked_attention")
-# Fields that only configs with recurrent (linear-attention or state-space) layers carry.
-_RECURRENT = (
-    "linear_num_value_heads", "linear_attn_config", "full_attention_interval", "mamba_d_state",
-    "mamba_num_heads", "ssm_state_size", "hybrid_override_pattern", "layers_block_type",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ModelFacts:
     """Attention geometry of a target or a draft; None where the config does not say.
 
-    ``attention_layers``: ids of the layers that keep K and V for every token. ``dtype``: of the
-    weights as the config names it. ``snapshot``: the hub commit the folder is a snapshot of. ``text``:
-    the language model's part of config.json as it stands there.
+    ``attention_layers``: ids of the layers that keep K and V for every token. ``passes``: times that
+    each runs. ``traits``: what SGLang keeps otherwise, and ``unread``: figures that are not in the file
+    (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``snapshot``: the hub
+    commit the folder is a snapshot of. ``text``: the language model's part of config.json as it stands
+    there.
     """
 
     path: str
@@ -44,8 +40,9 @@ class ModelFacts:
     kv_heads: int | None = None
     q_heads: int | None = None
     attention_layers: tuple | range | None = None
-    recurrent: bool = False
-    sliding: bool = False
+    passes: int = 1
+    traits: tuple = ()
+    unread: dict = field(default_factory=dict)
     mla: bool = False
     sinks: bool = False
     causal_or_windowed: bool = False  # a draft that trtllm_mha serves
@@ -57,6 +54,18 @@ class ModelFacts:
     checkpoint: Checkpoint = Checkpoint()
     architectures: tuple = ()
     text: dict = field(default_factory=dict, repr=False)
+
+    def trait(self, kind):
+        """The first Trait of that kind; None where there is none."""
+        return next((trait for trait in self.traits if trait.kind == kind), None)
+
+    @property
+    def recurrent(self):
+        return self.trait(RECURRENT) is not None
+
+    @property
+    def sliding(self):
+        return self.trait(WINDOWED) is not None
 
     @property
     def snapshot(self):
@@ -132,24 +141,17 @@ def _number(value, what, path):
     return value
 
 
-def _layers(text, count):
-    """(ids of attention layers or None, any recurrent layer, any windowed layer)."""
-    kinds = text.get("layer_types")
+def _layers(text, count, found):
+    """Ids of the layers that keep K and V for every token; None where nothing tells."""
+    if any(trait.kind == INDEXED for trait in found):
+        return None
+    kinds, interval = text.get("layer_types"), text.get("full_attention_interval")
     if isinstance(kinds, list) and kinds:
-        attention = tuple(i for i, kind in enumerate(kinds) if kind in _ATTENTION)
-        windowed = any(kind in _WINDOWED for kind in kinds)
-        return attention, len(attention) < len(kinds), windowed
-    windowed = bool(
-        text.get("is_hybrid_swa")
-        or text.get("attention_chunk_size")
-        or (text.get("sliding_window") and text.get("use_sliding_window", True))
-    )
-    if not any(text.get(field) for field in _RECURRENT):
-        return None if count is None else range(count), False, windowed
-    interval = text.get("full_attention_interval")
+        return tuple(i for i, kind in enumerate(kinds) if kind in ATTENTION_KINDS)
     if type(interval) is int and interval > 0 and count:
-        return range(interval - 1, count, interval), interval > 1, windowed
-    return None, True, windowed
+        return range(interval - 1, count, interval)
+    recurrent = any(trait.kind == RECURRENT for trait in found)
+    return None if recurrent or count is None else range(count)
 
 
 def read_facts(path, flag):
@@ -174,7 +176,9 @@ def read_facts(path, flag):
     heads = _number(text.get("num_attention_heads"), "num_attention_heads", file)
     hidden = _number(text.get("hidden_size"), "hidden_size", file)
     head_dim = _number(text.get("head_dim"), "head_dim", file)
-    if head_dim is None and heads and hidden:
+    model_type = str(text.get("model_type") or "")
+    unread = unreadable_figures(text, model_type)
+    if head_dim is None and heads and hidden and "head_dim" not in unread:
         quotient = f"hidden_size // num_attention_heads ({hidden} // {heads})"
         head_dim = _number(hidden // heads, quotient, file)
     layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
@@ -188,12 +192,14 @@ def read_facts(path, flag):
     if layer_ids is not None and layer_ids != sorted(set(layer_ids)):
         raise UsageError(f"{file}: target_layer_ids must ascend without repeats, got {layer_ids!r}")
     layers = _number(text.get("num_hidden_layers"), "num_hidden_layers", file)
-    attention_layers, recurrent, sliding = _layers(text, layers)
     kinds = text.get("layer_types")
     quantization = config.get("quantization_config")
     dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), None)
     names = config.get("architectures")
     architectures = tuple(map(str, names if isinstance(names, list) else [names]))
+    found = traits(text, model_type, architectures)
+    loops = [_number(trait.value, trait.key, file) for trait in found if trait.kind in (LOOPED, SHARED)]
+    kv_heads = _number(text.get("num_key_value_heads"), "num_key_value_heads", file) or heads
     return ModelFacts(
         path=str(path),
         num_layers=layers,
@@ -203,11 +209,12 @@ def read_facts(path, flag):
             dflash.get("block_size", config.get("block_size")), "block_size", file
         ),
         target_layer_ids=None if layer_ids is None else tuple(layer_ids),
-        kv_heads=_number(text.get("num_key_value_heads"), "num_key_value_heads", file) or heads,
+        kv_heads=None if "num_key_value_heads" in unread else kv_heads,
         q_heads=heads,
-        attention_layers=attention_layers,
-        recurrent=recurrent,
-        sliding=sliding,
+        attention_layers=_layers(text, layers, found),
+        passes=max(loops, default=1),
+        traits=found,
+        unread=unread,
         mla=bool(text.get("kv_lora_rank")) or any("DeepseekV4" in a for a in architectures),
         sinks=any("GptOss" in a for a in architectures),
         causal_or_windowed=text.get("is_causal") is True
@@ -217,7 +224,7 @@ def read_facts(path, flag):
             and all(kind == "sliding_attention" for kind in kinds)
         ),
         dtype=dtype if isinstance(dtype, str) else None,
-        model_type=str(text.get("model_type") or ""),
+        model_type=model_type,
         max_positions=_number(text.get("max_position_embeddings"), "max_position_embeddings", file),
         quantization=quantization.get("quant_method") if isinstance(quantization, dict) else None,
         folder=str(file.parent),

@@ -4,38 +4,11 @@ import reprlib
 from dataclasses import dataclass
 
 from launcher.flags import UsageError
+from launcher.model_kinds import OTHER_HEADS, WINDOWED
 from sglang_fp4kv.formats import check_head_dim
 from sglang_fp4kv.planner import Attention, GatedDelta, rank_heads, slots_per_request
 
-# Keys that name KV heads some other way (get_total_num_kv_heads, srt/configs/model_config.py @ 0.5.23).
-_OTHER_HEADS = (
-    "n_head_kv", "num_kv_heads", "multi_query", "multi_query_group_num", "num_attention_groups",
-    "attn_config", "block_configs", "num_key_value_heads_per_layer",
-)  # fmt: skip
-# Keys with which SGLang 0.5.23 keeps something else than K and V of num_key_value_heads in every layer counted
-# here (srt/model_executor/pool_configurator.py and srt/configs/ there).
-_OTHER_POOLS = {
-    "indexer_n_heads": "index keys lie beside K and V",
-    "sparse_attention_config": "index keys lie beside K and V",
-    "hybrid_layer_pattern": "windowed layers get pools of another length",
-    "local_layer_ids": "windowed layers get pools of another length",
-    "layer_group_size": "some layers are recurrent",
-    "mixer_types": "some layers may be recurrent",
-}
-_LOOPS = ("num_loops", "loop_num")  # each pass through the layers keeps K and V of its own
-_WINDOWED_NAMES = ("Llama4ForConditionalGeneration", "UnlimitedOCRForCausalLM")
 _KINDS = ("full_attention", "attention", "linear_attention")
-# Model types whose class in transformers has a figure of its own where config.json leaves out num_key_value_heads
-# and head_dim, or the first alone.
-_OWN_FIGURES = (
-    "cwm", "ernie4_5", "gemma", "gemma2", "gemma3", "glm", "glm4", "helium", "hy_v3", "laguna", "mellum",
-    "minimax_m2", "ministral3", "mistral4", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "seed_oss",
-    "solar_open",
-)  # fmt: skip
-_OWN_KV_HEADS = (
-    "dots1", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4_moe", "ministral", "mistral", "mixtral", "phimoe",
-    "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_moe", "qwen3_vl_moe", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
 _GATED_DELTA = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
@@ -84,27 +57,9 @@ def _refuse_other_pools(facts):
         raise UsageError(
             f"{_config(facts)}: kv_lora_rank: MLA keeps no K and V by head, so it is not planned"
         )
-    found = {key: why for key, why in _OTHER_POOLS.items() if facts.text.get(key) not in (None, [], {}, 0, 1)}
-    kinds = facts.text.get("attn_type_list")
-    if isinstance(kinds, list) and 0 in kinds:
-        found["attn_type_list"] = "some layers are recurrent"
-    for key in _LOOPS:
-        if facts.text.get(key) not in (None, 1):
-            found[key] = "layers run more than once, with K and V for each pass"
-    if found:
-        key, why = next(iter(found.items()))
-        raise UsageError(f"{_config(facts)}: {key}: {why}, which is not planned")
-
-
-def _refuse_class_figures(facts):
-    """Raises: UsageError for a key left out whose figure is neither in the file nor derived from it."""
-    kind = facts.model_type.removesuffix("_text")
-    missing = [key for key in ("num_key_value_heads", "head_dim") if key not in facts.text]
-    if missing and (kind in _OWN_FIGURES or (kind in _OWN_KV_HEADS and "num_key_value_heads" in missing)):
-        raise UsageError(
-            f"{_config(facts)}: {missing[0]} is missing; model_type {facts.model_type!r} has a figure of its own for "
-            "it outside of this file, so it must be written down"
-        )
+    trait = next((trait for trait in facts.traits if not trait.counted), None)
+    if trait is not None:
+        raise UsageError(f"{_config(facts)}: {trait.key}: {trait.why}, which is not planned")
 
 
 def _attention(facts, layers, tp):
@@ -112,13 +67,15 @@ def _attention(facts, layers, tp):
 
     Raises: UsageError naming the key that is missing or cannot be counted.
     """
-    _refuse_class_figures(facts)
-    odd = [key for key in _OTHER_HEADS if facts.text.get(key)]
+    odd = [key for key in OTHER_HEADS if facts.text.get(key)]
     if odd:
         raise UsageError(
             f"{_config(facts)}: {odd[0]} names the KV heads in a way that is not planned; "
             "num_key_value_heads is"
         )
+    if facts.unread:
+        key, why = next(iter(facts.unread.items()))
+        raise UsageError(f"{_config(facts)}: {key} is missing; {why}, so it must be written down")
     if not facts.kv_heads:
         raise UsageError(f"{_config(facts)}: num_key_value_heads and num_attention_heads are missing")
     if not facts.head_dim:
@@ -138,10 +95,9 @@ def target_attention(facts, tp):
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count):
         got = len(kinds) if isinstance(kinds, list) else reprlib.repr(kinds)
         raise UsageError(f"{_config(facts)}: layer_types must list {count} layers, got {got}")
-    windowed = [name for name in facts.architectures if name in _WINDOWED_NAMES]
-    if facts.sliding or windowed:
-        keys = ("attention_chunk_size", "sliding_window", "is_hybrid_swa", "layer_types")
-        key = next((key for key in keys if facts.text.get(key)), None) or f"architectures {windowed[0]}"
+    window = facts.trait(WINDOWED)
+    if window is not None:
+        key = f"architectures {window.value}" if window.key == "architectures" else window.key
         raise UsageError(
             f"{_config(facts)}: {key}: a target with windowed layers gets pools of two lengths in SGLang, "
             "which are not planned"

@@ -106,6 +106,17 @@ def test_a_hub_id_outside_the_cache_is_left_to_sglang(monkeypatch):
         ({"sliding_window": None}, (0, 1, 2, 3), False, False),
         ({"attention_chunk_size": 64}, (0, 1, 2, 3), False, True),
         ({"num_hidden_layers": None}, None, False, False),
+        ({"full_attention_interval": 1, "linear_num_value_heads": 8}, (0, 1, 2, 3), False, False),
+        ({"layer_types": ["full_attention"] * 4, "is_hybrid_swa": True}, (0, 1, 2, 3), False, True),
+        ({"architectures": ["Llama4ForConditionalGeneration"], "attention_chunk_size": None}, (0, 1, 2, 3), False, True),
+        ({"architectures": ["LagunaForCausalLM"]}, (0, 1, 2, 3), False, True),
+        ({"architectures": ["LagunaForCausalLM"], "sliding_window": None}, (0, 1, 2, 3), False, False),
+        ({"model_type": "lfm2"}, None, True, False),
+        ({"layer_group_size": [0, 1, 1, 0]}, None, True, False),
+        ({"layer_group_size": [0] * 4}, (0, 1, 2, 3), False, False),
+        ({"mixer_types": ["minicpm4"]}, (0, 1, 2, 3), False, False),
+        ({"mixer_types": "lightning"}, None, True, False),
+        ({"layer_types": ["qwen_sparse_attention"] * 4}, None, False, False),
     ],
 )
 def test_which_layers_keep_every_token(tmp_path, config, layers, recurrent, sliding):

@@ -328,8 +328,17 @@ BAD_CONFIGS = {
     "loops by another name": ({"loop_num": 2}, "loop_num: layers run more than once"),
     "a kind of its own": (
         {**HYBRID, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["qwen_sparse_attention"]},
-        "layer_types: 'qwen_sparse_attention' is no kind of layer that is planned",
+        "layer_types: index keys lie beside K and V, which is not planned",
     ),
+    "a kind that is not known": (
+        {**HYBRID, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["conv"]},
+        "layer_types: 'conv' is no kind of layer that is planned",
+    ),
+    "one index head": ({"indexer_n_heads": 1}, "indexer_n_heads: index keys lie beside K and V"),
+    "index keys by architecture": ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "architectures: index keys lie"),
+    "loops that a class adds": ({"model_type": "nanbeige"}, "num_loops: layers run more than once"),
+    "loops that code adds": ({"architectures": ["IQuestLoopCoderForCausalLM"]}, "loop_num: layers run more than once"),
+    "states that a class adds": ({"model_type": "qwen3_next"}, "layer_types and full_attention_interval are missing"),
     "windows": ({"sliding_window": 512}, "sliding_window: a target with windowed layers"),
     "chunks": ({"attention_chunk_size": 512}, "attention_chunk_size: a target with windowed layers"),
     "too few kinds": ({"layer_types": ["full_attention"]}, "layer_types must list 4 layers, got 1"),
@@ -376,7 +385,8 @@ def test_keys_that_change_no_pool(plan, plain, tmp_path, changes):
     ("qwen3", "num_key_value_heads"), ("qwen3", "head_dim"), ("qwen3_5_text", "head_dim"), ("mixtral", "num_key_value_heads"),
 ])  # fmt: skip
 def test_a_figure_that_only_the_models_class_knows(plan, tmp_path, kind, key):
-    config = {k: v for k, v in {**PLAIN, "model_type": kind}.items() if k != key}
+    base = HYBRID if kind.startswith("qwen3_5") else PLAIN
+    config = {k: v for k, v in {**base, "model_type": kind}.items() if k != key}
     assert f"config.json: {key} is missing; model_type '{kind}' has a figure of its own" in (
         plan(folder(tmp_path / "m", config), code=2).err
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import plan_model
+from launcher import model_kinds, plan_model
 from launcher.flags import parse
 from launcher.launch import DRAFT_SEATS
 from launcher.modelfacts import read_facts
@@ -229,7 +229,7 @@ def test_a_drafted_hybrid_plan_is_sglangs(configurator, tmp_path, monkeypatch):
     assert len(plan.rows) == 8
 
 
-@pytest.mark.parametrize("kind", [*plan_model._OWN_FIGURES, *plan_model._OWN_KV_HEADS, "llama", "cohere", "olmo2", "phi3"])
+@pytest.mark.parametrize("kind", [*model_kinds.OWN_FIGURES, *model_kinds.OWN_KV_HEADS, "llama", "cohere", "olmo2", "phi3"])
 def test_figures_that_a_class_adds(kind):
     """What transformers, and SGLang with it, takes where config.json leaves a key out."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -240,8 +240,8 @@ def test_figures_that_a_class_adds(kind):
     heads, dims = zip(
         *[(getattr(c, "num_key_value_heads", None), getattr(c, "head_dim", None)) for c in (made(**s) for s in sizes)]
     )
-    assert (heads[0] == heads[1] is not None) == (kind in plan_model._OWN_FIGURES + plan_model._OWN_KV_HEADS)
-    assert (dims[0] not in (None, 48)) == (kind in plan_model._OWN_FIGURES)
+    assert (heads[0] == heads[1] is not None) == (kind in model_kinds.OWN_FIGURES + model_kinds.OWN_KV_HEADS)
+    assert (dims[0] not in (None, 48)) == (kind in model_kinds.OWN_FIGURES)
 
 
 PUBLISHED = {

@@ -59,7 +59,7 @@ CASES = {
     "FP4-038": model(kv_lora_rank=512),
     "FP4-039": model(sliding_window=1024),
     "FP4-040": model(layer_types=["linear_attention", "full_attention"] * 2),
-    "FP4-041": model(architectures=["GptOssForCausalLM"]),
+    "FP4-041": {**model(architectures=["GptOssForCausalLM"]), "with": ["FP4-039"]},
     "FP4-042": {"flags": [*NVFP4, "--tp-size", "3"], "with": ["FP4-027"]},
     "FP4-043": {"flags": NVFP4, "tensors": scales([0.5, 0.5, -1.0, 0.5])},
     "FP4-044": {"flags": NVFP4, "tensors": scales([0.5, 0.5, 0.5])},

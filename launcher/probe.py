@@ -17,6 +17,8 @@ PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "transformers")
 GIB = 1 << 30
 # SGLang's switches that change the KV pool and have no flag (srt/environ.py @ 0.5.23).
 SWITCHES = ("SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+# Its variables that open another way in than its HTTP server, by a port, a switch or a module's name.
+ENTRY_VARIABLES = ("SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER", "SGLANG_HTTP_SERVER_APP_PATH")
 _NVML = "libnvidia-ml.so.1"
 
 
@@ -132,4 +134,5 @@ def installed_versions():
 def probe(gpu=None, environ=os.environ):
     """The Machine; ``gpu`` stands in for the one that would be asked."""
     on = tuple(s for s in SWITCHES if environ.get(s, "").lower() in ("1", "true", "t", "yes", "y"))
+    on += tuple(s for s in ENTRY_VARIABLES if environ.get(s, "").lower() not in ("", "0", "false"))
     return Machine(gpu or probe_gpu(environ), probe_patch(), installed_versions(), on)

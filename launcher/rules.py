@@ -87,6 +87,12 @@ RULES = {
     "FP4-057": Rule(memory.mx_decoded_layer_does_not_fit, FAILS, MX),
     "FP4-058": Rule(attention.diffusion_model, UNTESTED, NVFP4),
     "FP4-059": Rule(attention.sglang_refuses_the_backend, FAILS, NVFP4),
+    "FP4-060": Rule(models.index_keys, FAILS, NVFP4),
+    "FP4-061": Rule(models.looped_layers, UNTESTED, NVFP4),
+    "FP4-062": Rule(models.layers_share_k_and_v, FAILS, NVFP4),
+    "FP4-063": Rule(models.figures_are_not_in_the_file, UNTESTED, NVFP4),
+    "FP4-064": Rule(attention.requests_come_before_the_proof, FAILS, FP4),
+    "FP4-065": Rule(attention.weights_come_in_requests, FAILS, FP4),
 }
 
 

@@ -1,6 +1,7 @@
 """Rules about backends, GPU, KV dtypes and execution modes. Each returns facts for its text, or None."""
 
 from launcher.launch import FP4
+from launcher.probe import ENTRY_VARIABLES
 from sglang_fp4kv.served import BACKEND
 
 BLACKWELL = ((10, 0), (10, 3), (12, 0), (12, 1))
@@ -97,6 +98,20 @@ def _switch(launch, name):
     if name not in launch.machine.switches:
         return None
     return {"asked": f"{launch.asked('kv_cache_dtype')} with {name}=1 in the environment"}
+
+
+def requests_come_before_the_proof(launch):
+    set_to = " and ".join(name for name in ENTRY_VARIABLES if name in launch.machine.switches)
+    flags = launch.asked("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
+    if not (flags or set_to):
+        return None
+    asked = " ".join([launch.asked("kv_cache_dtype"), flags]).rstrip()
+    return {"asked": f"{asked} with {set_to} in the environment" if set_to else asked}
+
+
+def weights_come_in_requests(launch):
+    name = "checkpoint_engine_wait_weights_before_ready"
+    return _facts(launch, "kv_cache_dtype", name) if getattr(launch.flags, name) else None
 
 
 def gpu_is_untested(launch):

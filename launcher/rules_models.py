@@ -1,6 +1,12 @@
 """Rules about what the target is and what its checkpoint holds. Each returns facts, or None."""
 
+import reprlib
+
+from launcher.model_kinds import INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED
 from sglang_fp4kv.formats import BLOCK_SIZE
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 64  # the name of an architecture stays whole
 
 
 def _model(launch, condition, **facts):
@@ -23,7 +29,7 @@ def head_dim_does_not_divide(launch):
 
 def widths_differ(launch):
     target = launch.target
-    if target is None or target.head_dim == target.v_head_dim:
+    if target is None or target.head_dim in (None, target.v_head_dim):
         return None
     return _model(launch, bool, head_dim=target.head_dim, v_head_dim=target.v_head_dim)
 
@@ -32,12 +38,43 @@ def mla(launch):
     return _model(launch, lambda target: target.mla)
 
 
+def _kept(launch, kind):
+    """Facts with the key and value of the target's config.json that say it is of that kind."""
+    trait = launch.target.trait(kind) if launch.target else None
+    if trait is None:
+        return None
+    key = f"{trait.key} {_SHORT.repr(trait.value)}"
+    return {"asked": f"--model-path {launch.target.path} with {key}", "path": launch.target.path}
+
+
 def sliding_window(launch):
-    return _model(launch, lambda target: target.sliding)
+    return _kept(launch, WINDOWED)
 
 
 def recurrent_layers(launch):
-    return _model(launch, lambda target: target.recurrent)
+    return _kept(launch, RECURRENT)
+
+
+def index_keys(launch):
+    return _kept(launch, INDEXED)
+
+
+def looped_layers(launch):
+    return _kept(launch, LOOPED)
+
+
+def layers_share_k_and_v(launch):
+    return _kept(launch, SHARED)
+
+
+def figures_are_not_in_the_file(launch):
+    flags = ("--model-path", "--speculative-draft-model-path")
+    for flag, facts in zip(flags, (launch.target, launch.draft), strict=True):
+        if facts is not None and facts.unread:
+            asked = f"{flag} {facts.path} with model_type {facts.model_type!r}"
+            return {"asked": asked, "path": facts.path, "keys": " and ".join(facts.unread),
+                    "reasons": "; ".join(dict.fromkeys(facts.unread.values()))}
+    return None
 
 
 def attention_sinks(launch):

@@ -15,7 +15,6 @@ from launcher.verdict import render_verdict
 # -P: a folder sglang/ where the user stands is not the SGLang that was judged.
 COMMAND = (sys.executable, "-P", "-m", "sglang.launch_server")
 _PROOF_SECONDS = 600
-_OTHER_SERVERS = ("SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER", "SGLANG_HTTP_SERVER_APP_PATH")
 
 
 def add_parser(subparsers):
@@ -103,7 +102,6 @@ def run(args):
         given = [*(profile.flags if profile else []), *args.sglang_flags]
         argv, env = launch_command(given, embedded=args.embedded)
         verdict = judge_launch(argv[len(COMMAND) :], allow=args.allow, profile=profile)
-        _check_entry_points(verdict.flags, env)
     except UsageError as error:
         print(f"fp4kv serve: {error}", file=sys.stderr)
         return 2
@@ -127,30 +125,3 @@ def _warnings(launch, *, canary):
         yield f"--node-rank {launch.flags.node_rank}: node 0 serves, and it is proven and held back there"
     elif not canary:
         yield "--no-canary: what the server answers is not checked before it serves"
-
-
-def _check_entry_points(flags, environ):
-    """Raises UsageError for ways into the server that it cannot be held back from."""
-    if flags.kv_cache_dtype not in FP4:
-        return
-    asked = {
-        "--grpc-port": flags.grpc_port,
-        "--grpc-mode": flags.grpc_mode,
-        "--smg-grpc-mode": flags.smg_grpc_mode,
-        "--encoder-only": flags.encoder_only,
-        "--use-ray": flags.use_ray,
-        **{name: environ.get(name) for name in _OTHER_SERVERS},
-    }
-    for name, value in asked.items():
-        if value not in (None, False, "", "0", "false"):
-            shown = name if value is True else f"{name} {value}"
-            raise UsageError(
-                f"{shown}: requests reach the server there before it has proven itself, and they cannot "
-                f"be held back; leave it out with --kv-cache-dtype {flags.kv_cache_dtype}"
-            )
-    if flags.checkpoint_engine_wait_weights_before_ready:
-        raise UsageError(
-            "--checkpoint-engine-wait-weights-before-ready: the weights would come in requests, and those "
-            "are held back until the server has proven itself; leave it out with --kv-cache-dtype "
-            f"{flags.kv_cache_dtype}"
-        )

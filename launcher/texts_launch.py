@@ -191,6 +191,21 @@ TEXTS = {
         evidence=_RESULT,
         help="leave out --dllm-algorithm",
     ),
+    "FP4-064": Text(
+        name="requests-before-the-proof",
+        says="the server is asked to take requests where it cannot be held back",
+        why="a server with FP4 KV serves nobody until it has proven itself; that is done in SGLang's own HTTP server, and these ways in go past it or answer no prompt",
+        evidence="sglang_fp4kv/readiness.py; srt/entrypoints/http_server.py @ sglang 0.5.23",
+        help="leave out --grpc-port, --grpc-mode, --smg-grpc-mode, --encoder-only and --use-ray, and unset "
+        "SGLANG_GRPC_PORT, SGLANG_RUST_SERVER and SGLANG_HTTP_SERVER_APP_PATH",
+    ),
+    "FP4-065": Text(
+        name="weights-come-in-requests",
+        says="the server is asked to wait for weights that come in requests",
+        why="a server with FP4 KV takes no request until it has proven itself, and without weights it has nothing to prove",
+        evidence="sglang_fp4kv/readiness.py; srt/entrypoints/http_server.py @ sglang 0.5.23",
+        help="leave out --checkpoint-engine-wait-weights-before-ready",
+    ),
     "FP4-059": Text(
         name="nvfp4-backend-refused-by-sglang",
         says="NVFP4 KV is asked for with prefill on {prefill} and decode on {decode}",

@@ -190,17 +190,23 @@ def test_flags_that_cannot_be_meant_are_exit_2(launch, tmp_path, monkeypatch, fl
         (["--smg-grpc-mode"], {}, "--smg-grpc-mode"),
         (["--encoder-only"], {}, "--encoder-only"),
         (["--use-ray"], {}, "--use-ray"),
-        (["--checkpoint-engine-wait-weights-before-ready"], {}, "the weights would come in requests"),
-        ([], {"SGLANG_GRPC_PORT": "5"}, "SGLANG_GRPC_PORT 5"),
-        ([], {"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER 1"),
-        ([], {"SGLANG_HTTP_SERVER_APP_PATH": "a:b"}, "SGLANG_HTTP_SERVER_APP_PATH a:b"),
+        (["--checkpoint-engine-wait-weights-before-ready"], {}, "--checkpoint-engine-wait-weights-before-ready"),
+        ([], {"SGLANG_GRPC_PORT": "5"}, "with SGLANG_GRPC_PORT in the environment"),
+        ([], {"SGLANG_RUST_SERVER": "1"}, "with SGLANG_RUST_SERVER in the environment"),
+        ([], {"SGLANG_HTTP_SERVER_APP_PATH": "a:b"}, "with SGLANG_HTTP_SERVER_APP_PATH in the environment"),
     ],
 )
-def test_what_cannot_be_held_back_is_exit_2(launch, monkeypatch, flags, environ, shown):
+def test_what_cannot_be_held_back_is_refused_as_judge_refuses_it(launch, monkeypatch, tmp_path, capsys, flags, environ, shown):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     code, text = launch(*flags)
-    assert code == 2 and shown in text and "leave it out with --kv-cache-dtype nvfp4" in text
+    id = "FP4-065" if "weights" in shown else "FP4-064"
+    assert code == 3 and f"asked: --kv-cache-dtype nvfp4 {shown}" in re.sub(r" +", " ", text)
+    judged = ["--model-path", str(tmp_path / "t"), "--kv-cache-dtype", "nvfp4", "--attention-backend", "triton"]
+    assert cli.main(["judge", "--gpu", "sm_90", "--", *judged, *flags]) == 3
+    told = re.sub(r"\n {4,}", " ", capsys.readouterr().err)
+    refusal = text[text.index(f"refused[{id}]") :].rstrip()
+    assert refusal in told
     with pytest.raises(Started):
         launch(*flags, "--kv-cache-dtype", "bf16")
     if environ == {"SGLANG_RUST_SERVER": "1"}:

@@ -21,9 +21,10 @@ _RECURRENT_KEYS = (
 )  # fmt: skip
 # Model types whose configuration class makes SGLang build states whatever else config.json holds.
 RECURRENT_TYPES = (
-    "bailing_hybrid", "falcon_h1", "falcon_mamba", "gigachat3_5", "glm5_next", "inkling_mm_model", "inkling_model",
-    "intern_s2_preview", "interns2_mobius", "jet_nemotron", "jet_vlm", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl",
-    "mamba", "mamba2", "nemotron_h", "nemotron_h_puzzle", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zaya",
+    "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "bailing_hybrid", "falcon_h1", "falcon_mamba",
+    "gigachat3_5", "glm5_next", "inkling_mm_model", "inkling_model", "intern_s2_preview", "interns2_mobius",
+    "jet_nemotron", "jet_vlm", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2", "nemotron_h",
+    "nemotron_h_omni", "nemotron_h_puzzle", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zaya",
 )  # fmt: skip
 # Names (entries of architectures) to which SGLang gives a pool of its own for windowed layers.
 WINDOWED_NAMES = (
@@ -109,8 +110,13 @@ def _windowed(text, kinds, architectures):
     for key in ("hybrid_layer_pattern", "local_layer_ids"):
         if text.get(key):
             yield Trait(WINDOWED, key, text[key], why)
-    windowed = {"attention_chunk_size": not kinds, "sliding_window": not kinds and text.get("use_sliding_window", True)}
-    for key, counts in {**windowed, "is_hybrid_swa": True}.items():
+    # With layer_types it is these that say which layers have the window.
+    asked = {
+        "attention_chunk_size": not kinds,
+        "sliding_window": not kinds and text.get("use_sliding_window", True),
+        "is_hybrid_swa": True,
+    }
+    for key, counts in asked.items():
         if counts and text.get(key):
             yield Trait(WINDOWED, key, text[key], why, True)
     kind = next((kind for kind in kinds if kind in _WINDOWED_KINDS), None)

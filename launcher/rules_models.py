@@ -72,8 +72,8 @@ def figures_are_not_in_the_file(launch):
     for flag, facts in zip(flags, (launch.target, launch.draft), strict=True):
         if facts is not None and facts.unread:
             asked = f"{flag} {facts.path} with model_type {facts.model_type!r}"
-            return {"asked": asked, "path": facts.path, "keys": " and ".join(facts.unread),
-                    "reasons": "; ".join(dict.fromkeys(facts.unread.values()))}
+            reasons = "; ".join(dict.fromkeys(facts.unread.values()))
+            return {"asked": asked, "path": facts.path, "keys": " and ".join(facts.unread), "reasons": reasons}
     return None
 
 

@@ -191,6 +191,13 @@ TEXTS = {
         evidence=_RESULT,
         help="leave out --dllm-algorithm",
     ),
+    "FP4-059": Text(
+        name="nvfp4-backend-refused-by-sglang",
+        says="NVFP4 KV is asked for with prefill on {prefill} and decode on {decode}",
+        why="SGLang's own NVFP4 prefills on flashinfer, or on trtllm_mha where the GPU is SM100, and decodes on trtllm_mha; it stops at any other pair",
+        evidence=f"handle_nvfp4_prefill_kv_dequant_dtype in {_KV_HOOK}",
+        help=_TRITON,
+    ),
     "FP4-064": Text(
         name="requests-before-the-proof",
         says="the server is asked to take requests where it cannot be held back",
@@ -205,12 +212,5 @@ TEXTS = {
         why="a server with FP4 KV takes no request until it has proven itself, and without weights it has nothing to prove",
         evidence="sglang_fp4kv/readiness.py; srt/entrypoints/http_server.py @ sglang 0.5.23",
         help="leave out --checkpoint-engine-wait-weights-before-ready",
-    ),
-    "FP4-059": Text(
-        name="nvfp4-backend-refused-by-sglang",
-        says="NVFP4 KV is asked for with prefill on {prefill} and decode on {decode}",
-        why="SGLang's own NVFP4 prefills on flashinfer, or on trtllm_mha where the GPU is SM100, and decodes on trtllm_mha; it stops at any other pair",
-        evidence=f"handle_nvfp4_prefill_kv_dequant_dtype in {_KV_HOOK}",
-        help=_TRITON,
     ),
 }

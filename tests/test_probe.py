@@ -120,3 +120,5 @@ def test_versions_and_switches():
     found = probe(environ=environ)
     assert found.switches == ("SGLANG_USE_HND_KVCACHE",) and found.patch.state == "applied"
     assert probe(Gpu("x", (9, 0)), environ).gpu.name == "x"
+    environ = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_GRPC_PORT": "5", "SGLANG_RUST_SERVER": "False", "SGLANG_HTTP_SERVER_APP_PATH": ""}
+    assert probe(environ=environ).switches == ("SGLANG_GRPC_PORT",)

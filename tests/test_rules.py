@@ -8,7 +8,7 @@ import pytest
 from launcher.launch import memory
 from launcher.refusal import COLUMNS, TEXTS, render
 from launcher.rules import FAILS, RULES, UNTESTED, judge
-from launches import DFLASH, H200, MX, NO_GPU, NVFP4, TARGET, launch, machine, scales
+from launches import DFLASH, H200, MX, NO_GPU, NVFP4, launch, machine, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 UNDRAFTED = {"flags": NVFP4}
@@ -172,92 +172,6 @@ def test_all_refusals_come_together_in_table_order(tmp_path):
     flags = [*GOOD, "--attention-backend", "flashinfer", "--speculative-draft-kv-cache-dtype", "fp8_e5m2"]
     refusals = judge(launch(tmp_path, flags, target={"head_dim": 72}))
     assert [r.id for r in refusals] == ["FP4-011", "FP4-014", "FP4-017", "FP4-020"]
-
-
-# Configs as these models' own are, as far as they tell kinds of layer; the whole verdict on each.
-SPECIAL = {
-    "MiniMax-M3": ({"architectures": ["MiniMaxM3SparseForCausalLM"], "sparse_attention_config": {"sparse_index_dim": 128}}, {"FP4-060": "sparse_attention_config {'sparse_index_dim': 128}"}),
-    "MiniMax-M3, by name alone": ({"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}, {"FP4-060": "architectures 'MiniMaxM3SparseForConditionalGeneration'"}),
-    "QSA": ({"indexer_n_heads": 4, "layer_types": ["qwen_sparse_attention"] * 4}, {"FP4-060": "indexer_n_heads 4"}),
-    "QSA, by its layers": ({"layer_types": ["full_attention"] * 3 + ["qwen_sparse_attention"]}, {"FP4-060": "layer_types 'qwen_sparse_attention'"}),
-    "Qwen4-Exp": (
-        {"model_type": "qwen4_exp_text", "indexer_n_heads": 4, "layer_types": ["linear_attention"] * 3 + ["indexed_attention"]},
-        {"FP4-040": "layer_types 'linear_attention'", "FP4-060": "indexer_n_heads 4"},
-    ),
-    "MiMo-V2": (
-        {"architectures": ["MiMoV2FlashForCausalLM"], "hybrid_layer_pattern": [0, 1, 1, 1], "v_head_dim": 32},
-        {"FP4-015": "", "FP4-039": "hybrid_layer_pattern [0, 1, 1, 1]"},
-    ),
-    "Inkling": (
-        {"architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_model", "local_layer_ids": [0, 2]},
-        {"FP4-039": "local_layer_ids [0, 2]", "FP4-040": "model_type 'inkling_model'"},
-    ),
-    "Llama 4": (
-        {"architectures": ["Llama4ForConditionalGeneration"], "attention_chunk_size": None},
-        {"FP4-039": "architectures 'Llama4ForConditionalGeneration'"},
-    ),
-    "Ring-linear": ({"model_type": "bailing_moe_linear", "layer_group_size": 4}, {"FP4-040": "layer_group_size 4"}),
-    "Ring-linear, by its class": ({"model_type": "bailing_hybrid"}, {"FP4-040": "model_type 'bailing_hybrid'"}),
-    "MiniCPM-SALA": ({"model_type": "minicpm_sala", "mixer_types": ["minicpm4", "lightning"]}, {"FP4-040": "mixer_types ['minicpm4', 'lightning']"}),
-    "MiniMax-Text-01": ({"attn_type_list": [0, 0, 0, 1]}, {"FP4-040": "attn_type_list [0, 0, 0, 1]"}),
-    "Qwen3.5, nothing said": ({"model_type": "qwen3_5_text"}, {"FP4-040": "model_type 'qwen3_5'"}),
-    "Nanbeige": ({"model_type": "nanbeige", "num_loops": 3}, {"FP4-061": "num_loops 3"}),
-    "Nanbeige, nothing said": ({"model_type": "nanbeige"}, {"FP4-061": "num_loops 2"}),
-    "IQuestLoopCoder": ({"loop_num": 2}, {"FP4-062": "loop_num 2"}),
-    "IQuestLoopCoder, nothing said": ({"architectures": ["IQuestLoopCoderForCausalLM"]}, {"FP4-062": "loop_num 2"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPECIAL)
-def test_what_a_model_keeps_otherwise_is_refused_by_its_key_and_value(tmp_path, name):
-    config, expected = SPECIAL[name]
-    for flags in ([*NVFP4], GOOD):
-        refusals = judge(launch(tmp_path, flags, target=config))
-        assert [r.id for r in refusals] == list(expected)
-        for r in refusals:
-            assert r.asked.endswith(f" with {expected[r.id]}" if expected[r.id] else "/t")
-    for dtype in ("bf16", "fp8_e4m3"):
-        assert judge(launch(tmp_path, ["--kv-cache-dtype", dtype, *DFLASH], target=config)) == []
-
-
-def test_keys_of_other_kinds_that_say_nothing_pass(tmp_path):
-    config = {
-        "num_loops": 1, "loop_num": 1, "layer_group_size": 1, "attn_type_list": [1] * 4, "mixer_types": ["attn"],
-        "hybrid_layer_pattern": None, "sparse_attention_config": {}, "indexer_n_heads": None, "local_layer_ids": [],
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
-    assert judge(launch(tmp_path, GOOD, target=config)) == []
-
-
-def test_each_pass_of_a_looped_model_counts(tmp_path):
-    once, twice = (memory(launch(tmp_path, NVFP4, target={"num_loops": n})).target_cell for n in (1, 2))
-    assert (once, twice) == (576, 1152)
-
-
-@pytest.mark.parametrize("side", ["target", "draft"])
-@pytest.mark.parametrize(
-    ("config", "says", "cell"),
-    [
-        ({"model_type": "qwen3"}, "num_key_value_heads and head_dim", None),
-        ({"model_type": "qwen3", "head_dim": 64}, "num_key_value_heads", None),
-        ({"model_type": "mixtral"}, "num_key_value_heads", None),
-        ({"model_type": "llama", "num_kv_heads": 2}, "num_key_value_heads", None),
-        ({"model_type": "llama"}, None, True),
-    ],
-)
-def test_figures_that_are_not_in_the_file_are_refused_and_not_counted_with(tmp_path, monkeypatch, side, config, says, cell):
-    bare = {k: v for k, v in TARGET.items() if k not in ("num_key_value_heads", "head_dim")}
-    monkeypatch.setattr("launches.TARGET" if side == "target" else "launches.DRAFT", bare if side == "target" else {
-        **bare, "block_size": 8, "dflash_config": {"target_layer_ids": [0, 2]},
-    })  # fmt: skip
-    found = launch(tmp_path, GOOD, **{side: config})
-    held = memory(found)
-    assert ((held.target_cell if side == "target" else held.draft_cell) is not None) == bool(cell)
-    refusals = judge(found)
-    assert [r.id for r in refusals] == (["FP4-063"] if says else [])
-    path = f"{tmp_path}/{side[0]}"
-    assert [r.says for r in refusals] == ([f"{says} of {path} cannot be read from its config.json"] if says else [])
-    assert all(r.help == f"write {says} into config.json" for r in refusals)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,9 @@ def test_flags_that_cannot_be_meant_are_exit_2(launch, tmp_path, monkeypatch, fl
         ([], {"SGLANG_HTTP_SERVER_APP_PATH": "a:b"}, "with SGLANG_HTTP_SERVER_APP_PATH in the environment"),
     ],
 )
-def test_what_cannot_be_held_back_is_refused_as_judge_refuses_it(launch, monkeypatch, tmp_path, capsys, flags, environ, shown):
+def test_what_cannot_be_held_back_is_refused_as_by_judge(
+    launch, monkeypatch, tmp_path, capsys, flags, environ, shown
+):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     code, text = launch(*flags)

@@ -199,7 +199,8 @@ EXAMPLES = {
         "asked": "--model-path my-model with model_type 'qwen3'",
         "path": "my-model",
         "keys": "head_dim",
-        "reasons": "model_type 'qwen3' has a figure of its own for it outside of this file",
+        "reasons": "model_type 'qwen3' has a figure of its own for it outside of this file, "
+        "so it must be written down",
     },
     "FP4-064": {"asked": f"{_NVFP4} --grpc-port 30001"},
     "FP4-065": {"asked": f"{_NVFP4} --checkpoint-engine-wait-weights-before-ready"},

@@ -163,7 +163,8 @@ def unreadable_figures(text, model_type):
     for key in ("num_key_value_heads", "head_dim"):
         of_its_own = kind in OWN_FIGURES or (key == "num_key_value_heads" and kind in OWN_KV_HEADS)
         if key not in text and of_its_own:
-            missing[key] = f"model_type {model_type!r} has a figure of its own for it outside of this file"
+            own = f"model_type {model_type!r} has a figure of its own for it outside of this file"
+            missing[key] = f"{own}, so it must be written down"
     odd = next((key for key in OTHER_HEADS if text.get(key)), None)
     if odd is not None:
         missing["num_key_value_heads"] = f"{odd} names the KV heads in a way that is not read here"

@@ -75,7 +75,7 @@ def _attention(facts, layers, tp):
         )
     if facts.unread:
         key, why = next(iter(facts.unread.items()))
-        raise UsageError(f"{_config(facts)}: {key} is missing; {why}, so it must be written down")
+        raise UsageError(f"{_config(facts)}: {key} is missing; {why}")
     if not facts.kv_heads:
         raise UsageError(f"{_config(facts)}: num_key_value_heads and num_attention_heads are missing")
     if not facts.head_dim:

@@ -2,7 +2,7 @@
 
 import reprlib
 
-from launcher.model_kinds import INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED
+from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED, WINDOWED
 from sglang_fp4kv.formats import BLOCK_SIZE
 
 _SHORT = reprlib.Repr()
@@ -71,7 +71,8 @@ def figures_are_not_in_the_file(launch):
     flags = ("--model-path", "--speculative-draft-model-path")
     for flag, facts in zip(flags, (launch.target, launch.draft), strict=True):
         if facts is not None and facts.unread:
-            asked = f"{flag} {facts.path} with model_type {facts.model_type!r}"
+            key = next((key for key in OTHER_HEADS if facts.text.get(key)), "model_type")
+            asked = f"{flag} {facts.path} with {key} {_SHORT.repr(facts.text[key])}"
             reasons = "; ".join(dict.fromkeys(facts.unread.values()))
             return {"asked": asked, "path": facts.path, "keys": " and ".join(facts.unread), "reasons": reasons}
     return None

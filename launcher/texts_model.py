@@ -188,6 +188,6 @@ TEXTS = {
         says="{keys} of {path} cannot be read from its config.json",
         why="{reasons}. Neither the bytes of a token nor its heads on a GPU can be judged, and no result with such a model is on file",
         evidence="srt/configs/model_config.py @ sglang 0.5.23; the configuration classes of transformers",
-        help="write {keys} into config.json",
+        help=f"--allow FP4-063, or {_FP8}",
     ),
 }

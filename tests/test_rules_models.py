@@ -90,4 +90,6 @@ def test_figures_outside_of_the_file_are_refused(tmp_path, monkeypatch, side, co
     assert [r.id for r in refusals] == (["FP4-063"] if says else [])
     path = f"{tmp_path}/{side[0]}"
     assert [r.says for r in refusals] == ([f"{says} of {path} cannot be read from its config.json"] if says else [])
-    assert all(r.help == f"write {says} into config.json" for r in refusals)
+    key = "num_kv_heads" if "num_kv_heads" in config else "model_type"
+    assert all(r.asked.endswith(f" {path} with {key} {config[key]!r}") for r in refusals)
+    assert all(("must be written down" in r.why) == (key == "model_type") for r in refusals)

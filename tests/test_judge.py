@@ -412,7 +412,10 @@ def test_judging_imports_no_torch_and_takes_under_a_second():
         f"code = main(['judge', '--profile', '{ROOT}/configs/pair.yaml'])\n"
         "sys.exit(code or 10 * sum(m in sys.modules for m in ('torch', 'sglang', 'triton')))"
     )
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert time.monotonic() - begun < 1
+    took = []
+    for _ in range(3):  # the machine may be busy with something else
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        took.append(time.monotonic() - begun)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert min(took) < 1, took

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 _LAST_LINES = 25
@@ -235,11 +235,14 @@ def _shared_memory_of(group: int) -> set[Path]:
         try:
             if os.getpgid(int(process.name)) != group:
                 continue
-            open_files = [os.readlink(link) for link in (process / "fd").iterdir()]
-            mapped = [line.split(maxsplit=5)[-1] for line in (process / "maps").open()]
+            links = list((process / "fd").iterdir())
+            names = [line.split(maxsplit=5)[-1] for line in (process / "maps").open()]
         except (OSError, ValueError):
             continue
-        for name in (*open_files, *mapped):
+        for link in links:
+            with suppress(OSError):  # a connection that was closed meanwhile
+                names.append(os.readlink(link))
+        for name in names:
             if name.startswith(_LEFT_IN_SHARED_MEMORY):
                 found.add(Path(name.strip()))
     return found

@@ -135,6 +135,26 @@ def test_shared_memory_of_a_server_that_ended_by_itself_is_removed(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_connection_that_closes_meanwhile_hides_no_shared_memory(tmp_path, monkeypatch):
+    path = Path(f"/dev/shm/sglang_loads_seen_{os.getpid()}.shm")
+    readlink, asked = os.readlink, []
+
+    def vanishing(link):
+        asked.append(link)
+        if len(asked) == 1:
+            raise FileNotFoundError(link)
+        return readlink(link)
+
+    with server(tmp_path, f"held = open({str(path)!r}, 'w')\n" + SERVER) as process:
+        process.wait_ready(30)
+        process._shared.clear()
+        monkeypatch.setattr("launcher.process.os.readlink", vanishing)
+        process.note_shared_memory()
+        assert process._shared == {path} and len(asked) > 1
+    assert not path.exists()
+
+
 def test_before_start(tmp_path):
     process = server(tmp_path)
     assert process.pid is None and process.returncode() is None and process.last_lines() == []

@@ -419,7 +419,7 @@ def test_bad_arguments_are_named(message):
 def test_plan_depends_on_shapes_and_bounds_its_programs():
     h200 = DeviceLimits(132, SM90_SHARED_BYTES, 90)
     one = plan_sparse(1, 4, 2048, 24, 4, 256, h200)
-    assert one.kind == "decode" and one.min_tiles * one.block_n == module.MIN_KEYS
+    assert one.kind == "decode" and one.min_tiles * one.block_n == 64
     assert one == plan_sparse(1, 4, 2048, 24, 4, 256, h200)
     many = plan_sparse(8192, 4, 2048, 24, 4, 256, h200)
     assert many == plan_sparse(module.MOST_SELECTIONS // 4, 4, 2048, 24, 4, 256, h200)

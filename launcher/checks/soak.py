@@ -20,6 +20,7 @@ _FILL, _PROMPTS = 0.8, 0.8
 # retract. With ignore_eos it would count all of every answer, and DFLASH does not heed min_tokens, so the
 # token that ends an answer is biased away.
 _ADMITTED, _SHORT = 0.7, 0.25
+_ROOM = 0.95  # of the pool: prompts are longer than measured ones by some tokens, and the last must be admitted too
 _HELD_BESIDE = 20  # tokens of the pool that a running request holds for what is drafted next
 _REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
 _MAX_ALONE = 2  # retracted answers that are asked for again alone
@@ -44,7 +45,7 @@ def plan_load(facts, room, usage, text_tokens):
     sentences = max(1, round((prompt - beside) / sentence))
     prompt = beside + sentences * sentence
     if overfill:
-        answer = (pool - requests * (prompt + _HELD_BESIDE)) / (1 + _ADMITTED * (requests - 1))
+        answer = (_ROOM * pool - requests * (prompt + _HELD_BESIDE)) / (1 + _ADMITTED * (requests - 1))
     else:
         answer = _FILL * pool / requests - prompt
     if prompt + answer > room:

@@ -28,7 +28,6 @@ from sglang_fp4kv.kernels._check import (
 from sglang_fp4kv.kernels._plan import (
     AttentionPlan,
     DeviceLimits,
-    cdiv,
     device_limits,
     plan_attention,
 )
@@ -37,8 +36,6 @@ from sglang_fp4kv.kernels.select_rows import select_rows
 
 # Selections of one launch: programs of readers that take lists look at all of them to find their own.
 MOST_SELECTIONS = 512
-# Fewest keys of a part: selections are short, and every part leaves partial results to be merged.
-MIN_KEYS = 128
 _INT32_MAX = 2**31 - 1
 
 
@@ -70,11 +67,11 @@ def plan_sparse(
     limits: DeviceLimits,
     fragments: bool = True,
 ) -> AttentionPlan:
-    """The plan of one launch, from shapes alone: plan_attention's with longer parts.
+    """The plan of one launch, from shapes alone: plan_attention's.
 
     fragments: whether q and the pool are of a kind that the fragment kernels read.
     """
-    plan = plan_attention(
+    return plan_attention(
         _tokens_a_launch(tokens, groups) * groups,
         1,
         num_q_heads // groups,
@@ -84,7 +81,6 @@ def plan_sparse(
         limits,
         fragments,
     )
-    return dataclasses.replace(plan, min_tiles=max(plan.min_tiles, cdiv(MIN_KEYS, plan.block_n)))
 
 
 def sparse_buffers(

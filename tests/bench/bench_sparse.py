@@ -38,7 +38,7 @@ from sglang_fp4kv.kernels.sparse_nvfp4 import plan_sparse, sparse_buffers, spars
 CONTEXT, SELECTED = 65536, 2048
 SHAPES = tuple(Shape(n, CONTEXT, 1, "decode") for n in (1, 2, 4, 8, 16, 32, 64))
 GOAL_SHARE = 0.5  # of the dense reader's bandwidth
-FEWEST_TILES = (2, 4, 8, 16)  # tried in place of what MIN_KEYS gives
+FEWEST_TILES = (2, 4, 8, 16)  # tried in place of the plan's
 MOST_COPIES = 64  # selections of a graph
 
 

@@ -5,7 +5,8 @@ usage: python -m tests.gpu.checks MODEL OUT_DIR [--draft DIR] [--suite pair|chat
 
 All servers are started at once. The undrafted BF16 server is the control of all others, and each KV format's
 undrafted server, which prefills in chunks of the whole context, is the one that its drafted server is
-compared with. Writes OUT_DIR/checks.json (statuses, one line a check, versions) and a folder for each run.
+compared with. Writes OUT_DIR/checks.json (statuses, one line a check, versions) after each server, and a folder for
+each run.
 Exit codes: 0 when no check failed, 3 when one did, 1 when a server did not start. What the control fails by
 itself is what the model cannot do; it is reported and not counted.
 """
@@ -36,7 +37,7 @@ def server_flags(args, kv, drafted):
     flags = [
         "--model-path", str(args.model), "--kv-cache-dtype", kv, "--attention-backend", "triton",
         "--mem-fraction-static", "0.12", "--max-running-requests", str(REQUESTS), "--sampling-backend", "pytorch",
-        "--context-length", str(args.context), "--max-total-tokens", str(2 * args.context),
+        "--context-length", str(args.context), "--max-total-tokens", str(args.pool or 2 * args.context),
         "--chunked-prefill-size", str(args.chunk if drafted else -1),
     ]  # fmt: skip
     if drafted:
@@ -52,7 +53,7 @@ def runs(draft):
 def options(args, key, urls):
     """What is asked of one server. A check that its launch cannot have is left out by name."""
     kv, drafted = key
-    skip = [] if drafted else ["drafted-equality", "accept-length", "chunked-prefill"]
+    skip = [*args.skip, *([] if drafted else ["drafted-equality", "accept-length", "chunked-prefill"])]
     if key == CONTROL:
         skip.append("agreement")
     return Options(
@@ -114,7 +115,22 @@ def arguments(argv=None):
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=1024, help="of the drafted servers")
     parser.add_argument("--floor", type=float, default=3.0)
+    parser.add_argument("--pool", type=int, help="tokens of each server's pool; twice --context where not given")
+    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="checks not to ask")
     return parser.parse_args(argv)
+
+
+def write(args, found, seconds):
+    content = {
+        "command": ["python", "-m", "tests.gpu.checks", *sys.argv[1:]],
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": installed_versions(),
+        "gpu": gpu_name(),
+        "seconds": round(seconds, 1),
+        "runs": found,
+    }
+    (args.out / "checks.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main():
@@ -136,19 +152,11 @@ def main():
                 print(error, file=sys.stderr)
                 return 2
             found[name_of(key)] = summary(verdict)
+            write(args, found, time.monotonic() - begun)
             progress(f"{name_of(key)} asked")
             print(f"\n{name_of(key)}\n{table.render(verdict)}", flush=True)
     finally:
         stop_all(servers)
-        content = {
-            "command": ["python", "-m", "tests.gpu.checks", *sys.argv[1:]],
-            "commit": commit(),
-            "versions": installed_versions(),
-            "gpu": gpu_name(),
-            "seconds": round(time.monotonic() - begun, 1),
-            "runs": found,
-        }
-        (args.out / "checks.json").write_text(json.dumps(content, indent=1) + "\n")
     judged = [run["verdict"] for name, run in found.items() if name != name_of(CONTROL)]
     return 3 if "fail" in judged else 0
 

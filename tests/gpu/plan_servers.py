@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -144,18 +145,25 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         for together in cases(Path(scratch)):
             found |= ask(together, args.logs, progress)
+            wrong = write(args.out, found)
+    print(f"failed: {wrong}" if wrong else "OK")
+    return 3 if wrong else 0
+
+
+def write(out, found):
+    """Write what was found so far; return the names of servers that differ from their plans."""
     wrong = [name for name, entry in found.items() if entry["differ"]]
     content = {
         "command": ["python", "-m", "tests.gpu.plan_servers", *sys.argv[1:]],
         "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "versions": installed_versions(),
         "gpu": gpu_name(),
         "failed": wrong,
         "servers": found,
     }
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"failed: {wrong}" if wrong else "OK")
-    return 3 if wrong else 0
+    out.write_text(json.dumps(content, indent=1) + "\n")
+    return wrong
 
 
 if __name__ == "__main__":

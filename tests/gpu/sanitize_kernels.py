@@ -52,11 +52,13 @@ extern "C" __global__ void race(float *out) {
   out[threadIdx.x] = s[63 - threadIdx.x];
 }
 """
-# One warp of two waits for both.
+# Half of a warp waits for all of the block. (A warp that has ended counts as arrived: not a fault to synccheck.)
 BARRIER = """
 extern "C" __global__ void barrier(float *out) {
-  if (threadIdx.x < 32) __syncthreads();
-  out[threadIdx.x] = threadIdx.x;
+  if (threadIdx.x % 2) __syncthreads();
+  out[threadIdx.x] += 1;
+  __syncthreads();
+  out[threadIdx.x] += out[63 - threadIdx.x];
 }
 """
 

@@ -10,7 +10,7 @@ status=0
 phase() { echo "=== $1 ($SECONDS s)"; shift; "$@"; local rc=$?; [ $rc -eq 0 ] || { status=1; echo "phase failed: rc $rc"; }; }
 for name in "$@"; do
   case $name in
-    kernels) FP4KV_REQUIRE_GPU=1 FP4KV_REQUIRE_FLASHINFER=1 phase kernels "$py" -m pytest -m "gpu or interpreter" -n 8 --timeout 250 \
+    kernels) FP4KV_REQUIRE_GPU=1 FP4KV_REQUIRE_FLASHINFER=1 phase kernels "$py" -m pytest -m "gpu or interpreter" -vv --tb=short -n 8 --timeout 250 \
       tests/test_store_nvfp4.py tests/test_commit_prefix.py tests/test_decode_nvfp4.py \
       tests/test_extend_nvfp4.py tests/test_pool.py tests/test_prefill.py tests/test_encode_ptx.py \
       tests/test_fragments.py 2>&1 | tee "$out/kernels.log" | tail -40 ;;
@@ -18,7 +18,7 @@ for name in "$@"; do
       models/pair/prompts.json "$out/h200_pair.json" --logs "$out/logs/pair" ;;
     smollm2) phase smollm2 "$py" -m tests.gpu.serving "$MODEL" "$DRAFT" \
       tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs "$out/logs/smollm2" ;;
-    cache) FP4KV_REQUIRE_GPU=1 phase cache "$py" -m pytest -m "gpu or interpreter" -n 8 --timeout 250 \
+    cache) FP4KV_REQUIRE_GPU=1 phase cache "$py" -m pytest -m "gpu or interpreter" -vv --tb=short -n 8 --timeout 250 \
       tests/test_paged.py tests/test_sparse_nvfp4.py tests/test_boundary_reads.py tests/test_boundary_writes.py \
       tests/test_independent_decoder.py tests/test_selection.py tests/test_bench_sparse.py tests/test_sanitize.py \
       2>&1 | tee "$out/cache.log" | tail -40

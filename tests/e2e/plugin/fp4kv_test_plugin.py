@@ -16,6 +16,8 @@ FP4KV_MISREAD names a file with one word, read at every layer: how the readers d
 "k-scales-for-v" and "next-slot" (the scales of the neighbouring slot) are all readers', with
 "verify-" in front verify's alone; anything else, or no file, reads as it should.
 
+FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
+
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
 """
@@ -61,6 +63,11 @@ def activate():
         import torch
 
         torch.cuda.current_device = lambda: "cpu"
+    faults = os.environ.get("FP4KV_FAULT_FILE")
+    if faults:
+        import fp4kv_faults
+
+        fp4kv_faults.activate(faults)
     if os.environ.get("FP4KV_BLOCK_IN_BF16") == "1":
         from sglang_fp4kv.attention import TritonAttnBackend
 

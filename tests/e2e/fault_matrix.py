@@ -1,0 +1,109 @@
+"""Every fault against every check, on the embedded server.
+
+usage: python -m tests.e2e.fault_matrix OUT.json [--faults NAME,..] [--keep FOLDER]
+
+Starts an undrafted and a drafted server of the shipped pair, switches one fault after another on in the
+drafted one (fp4kv_faults.py), and asks all of `fp4kv check`, a fault in 2 to 5 minutes on two idle cores.
+OUT.json is written after each. Exit code 3 when a fault fails no check, or a sound server fails one.
+`python tests/bench/readme_table.py` writes the README's table from tests/bench/results/faults.json.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+from launcher.checks import runner
+from launcher.checks.equal import DRAFTED
+from launcher.checks.registry import CHECKS
+from launcher.demo import commit
+from launcher.probe import installed_versions
+from tests.e2e.faults import (
+    FAULTS,
+    NOISE_TOKENS,
+    faulty_server,
+    options,
+    undrafted_server,
+    unsure_prompts,
+)
+
+AGREEMENT, ANSWERS = "agreement", 12
+NOISE = f"{DRAFTED} of noise"
+COLUMNS = (*CHECKS, NOISE)
+
+
+def record(undrafted, folder):
+    """What the undrafted server answers to the prompts of drafted-equality: its folders by column."""
+    folders = {column: folder / f"undrafted {column}" for column in (DRAFTED, NOISE)}
+    runner.run(options(undrafted, only=(DRAFTED,)), folders[DRAFTED])
+    with unsure_prompts():
+        runner.run(options(undrafted, only=(DRAFTED,), max_tokens=NOISE_TOKENS), folders[NOISE])
+    return folders
+
+
+def ask(name, target, undrafted, recorded, folder):
+    """A row of the matrix: status and summary by column."""
+    began = time.monotonic()
+
+    def checks(run, **more):
+        return runner.run(options(target, **more), folder / f"{name or 'sound'} {run}")["checks"]
+
+    found = checks(
+        "most", undrafted=str(recorded[DRAFTED]), one_chunk=undrafted.url, skip=(AGREEMENT,), floors=(("", 3.0),)
+    )
+    found |= checks(AGREEMENT, control=undrafted.url, answers=ANSWERS, only=(AGREEMENT,))
+    with unsure_prompts():
+        noise = checks(NOISE, undrafted=str(recorded[NOISE]), only=(DRAFTED,), max_tokens=NOISE_TOKENS)
+    found[NOISE] = noise[DRAFTED]
+    return {
+        "fault": name,
+        "seconds": round(time.monotonic() - began),
+        "checks": {column: {key: found[column][key] for key in ("status", "summary")} for column in COLUMNS},
+    }
+
+
+def failed(row):
+    return [id for id, check in row["checks"].items() if check["status"] == "fail"]
+
+
+def run(out, names, folder):
+    rows = []
+    with undrafted_server(folder) as undrafted:
+        recorded = record(undrafted, folder)
+        with faulty_server(folder) as (target, switch):
+            for name in ("", *names):
+                switch(name)
+                rows.append(ask(name, target, undrafted, recorded, folder))
+                print(f"{name or 'sound'}: {rows[-1]['seconds']} s, fails {failed(rows[-1])}", file=sys.stderr)
+                result = {"date": str(date.today()), "commit": commit(), "versions": installed_versions(), "rows": rows}
+                out.write_text(json.dumps(result, indent=1) + "\n")
+    return rows
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--faults", default=",".join(FAULTS), metavar="NAME,..")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep every run and both logs there")
+    args = parser.parse_args(argv)
+    names = [name for name in args.faults.split(",") if name]
+    unknown = set(names) - set(FAULTS)
+    if unknown:
+        parser.error(f"--faults {', '.join(sorted(unknown))}: there are {', '.join(FAULTS)}")
+    if args.keep:
+        args.keep.mkdir(parents=True)
+        rows = run(args.out, names, args.keep)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = run(args.out, names, Path(folder))
+    wrong = [row["fault"] or "sound" for row in rows if bool(failed(row)) != bool(row["fault"])]
+    for name in wrong:
+        print(f"fault_matrix: {name}: {'fails a check' if name == 'sound' else 'fails no check'}", file=sys.stderr)
+    return 3 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

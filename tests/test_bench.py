@@ -188,6 +188,12 @@ THROUGHPUT = BENCH | {
         for kv in ("fp8_e4m3", "nvfp4")
     ],
 }  # fmt: skip
+FAULT_MATRIX = BENCH | {
+    "rows": [
+        {"fault": "", "checks": {"recall": {"status": "pass", "summary": "1 of 1 right"}, "soak": {"status": "cut"}}},
+        {"fault": "loop", "checks": {"recall": {"status": "fail"}, "soak": {"status": "not run"}}},
+    ]
+}  # fmt: skip
 MARKED = "a\n" + "".join(f"<!-- {n}:begin -->\nold\n<!-- {n}:end -->\nb\n" for n in readme_table.FILES)
 
 
@@ -205,7 +211,7 @@ def fill(folder, **results):
 
 def test_tables_of_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(readme_table, "RESULTS", readme_table.ROOT / "tests/bench/results")
-    text = fill(tmp_path, bench=BENCH, throughput=THROUGHPUT)
+    text = fill(tmp_path, bench=BENCH, throughput=THROUGHPUT, faults=FAULT_MATRIX)
     assert (
         "| 8 x 65536, 1; 24/4/256 | 513 | error | - | - | - | **281** | 300, then 250 | met, missed |" in text
     )
@@ -219,6 +225,7 @@ def test_tables_of_a_result(tmp_path, monkeypatch):
     assert "NVIDIA H200, torch 2.11.0, Triton 3.6.0" in text
     assert "| 4 streams, drafter | 1234 | 1234 |" in text
     assert "NVFP4 is not slower than FP8 in any row." in text
+    assert "| fault | recall | soak |\n| --- | --- | --- |\n| none |  | cut |\n| loop | **fails** | not run |" in text
     assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
 
 

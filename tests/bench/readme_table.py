@@ -1,10 +1,10 @@
-"""Fill the README's speed tables from the result files.
+"""Fill the README's tables from the result files.
 
     python tests/bench/readme_table.py             rewrite the blocks
     python tests/bench/readme_table.py --check     exit 1 when a block is not what the files say
 
-A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput or sparse in bench's place. A
-result that is not on file makes its block say that it was not measured.
+A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput, sparse or faults in bench's
+place. A result that is not on file makes its block say that it was not measured.
 """
 
 import json
@@ -18,7 +18,10 @@ from launcher import readme_block  # noqa: E402
 from launcher.readme_block import markdown  # noqa: E402
 
 RESULTS = ROOT / "tests" / "bench" / "results"
-FILES = {"bench": "h200_bench.json", "throughput": "h200_throughput.json", "sparse": "h200_sparse.json"}
+FILES = {
+    "bench": "h200_bench.json", "throughput": "h200_throughput.json", "sparse": "h200_sparse.json",
+    "faults": "faults.json",
+}  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 BASELINES = {
     "flashinfer_bf16": "FlashInfer BF16",
@@ -195,7 +198,26 @@ def sparse_block(result: dict) -> list[str]:
     ]
 
 
-RENDER = {"bench": bench_block, "throughput": throughput_block, "sparse": sparse_block}
+def faults_block(result: dict) -> list[str]:
+    """A row a fault, a column a check; a sound server's row first. A pass is left empty."""
+    versions, rows = result["versions"], result["rows"]
+    cells = {"pass": "", "fail": "**fails**"}
+    body = [
+        [row["fault"] or "none", *(cells.get(c["status"], c["status"]) for c in row["checks"].values())]
+        for row in rows
+    ]
+    return [
+        f"The embedded server, torch {versions['torch']}, Triton {versions['triton']}, SGLang "
+        f"{versions['sglang']}, {result['date']}; `{(RESULTS / FILES['faults']).relative_to(ROOT)}` has what each "
+        "check found.",
+        "",
+        *markdown(["fault", *rows[0]["checks"]], body),
+    ]
+
+
+RENDER = {
+    "bench": bench_block, "throughput": throughput_block, "sparse": sparse_block, "faults": faults_block,
+}  # fmt: skip
 
 
 def block(name: str, results: Path) -> str:

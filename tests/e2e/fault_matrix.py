@@ -22,17 +22,18 @@ from launcher.checks.registry import CHECKS
 from launcher.demo import commit
 from launcher.probe import installed_versions
 from tests.e2e.faults import (
-    FAULTS,
     NOISE_TOKENS,
     faulty_server,
     options,
     undrafted_server,
     unsure_prompts,
 )
+from tests.e2e.plugin.fp4kv_faults import FAULTS
 
 AGREEMENT, ANSWERS = "agreement", 12
 NOISE = f"{DRAFTED} of noise"
 COLUMNS = (*CHECKS, NOISE)
+OF_NOISE = {"only": (DRAFTED,), "prompts": 2, "max_tokens": NOISE_TOKENS}
 
 
 def record(undrafted, folder):
@@ -40,7 +41,7 @@ def record(undrafted, folder):
     folders = {column: folder / f"undrafted {column}" for column in (DRAFTED, NOISE)}
     runner.run(options(undrafted, only=(DRAFTED,)), folders[DRAFTED])
     with unsure_prompts():
-        runner.run(options(undrafted, only=(DRAFTED,), max_tokens=NOISE_TOKENS), folders[NOISE])
+        runner.run(options(undrafted, **OF_NOISE), folders[NOISE])
     return folders
 
 
@@ -56,7 +57,7 @@ def ask(name, target, undrafted, recorded, folder):
     )
     found |= checks(AGREEMENT, control=undrafted.url, answers=ANSWERS, only=(AGREEMENT,))
     with unsure_prompts():
-        noise = checks(NOISE, undrafted=str(recorded[NOISE]), only=(DRAFTED,), max_tokens=NOISE_TOKENS)
+        noise = checks(NOISE, undrafted=str(recorded[NOISE]), **OF_NOISE)
     found[NOISE] = noise[DRAFTED]
     return {
         "fault": name,

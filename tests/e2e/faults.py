@@ -13,7 +13,6 @@ import requests
 from launcher.checks.options import Options
 from launcher.checks.suite import WORKLOADS, Prompt, Suite
 from launcher.demo import PAIR
-from tests.e2e.plugin.fp4kv_faults import FAULTS
 from tests.e2e.server import embedded_server
 
 PLUGIN = Path(__file__).parent / "plugin"
@@ -25,7 +24,7 @@ DRAFTER = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path"
 MAX_TOKENS = 56  # more than the pair's right answers have
 NOISE_TOKENS = 24
 # Of 0 to 199, the ones in whose answers most margins are small, by transformers in FP32.
-NOISE_SEEDS = (58, 132, 34, 177, 127, 137, 82, 37, 33, 43)
+NOISE_SEEDS = (58, 132, 34, 177, 37, 127, 33, 137, 82, 43)
 
 
 def undrafted_server(scratch):
@@ -72,7 +71,7 @@ def unsure_prompts():
 
     def workload(suite, name):
         first = 2 * WORKLOADS.index(name)
-        seeds = NOISE_SEEDS[first : first + 2]
+        seeds = NOISE_SEEDS[first : first + 2][: suite._most]
         return [Prompt(f"noise-{seed}", _noise(seed), max_tokens=suite.max_tokens) for seed in seeds]
 
     with mock.patch.object(Suite, "workload", workload):

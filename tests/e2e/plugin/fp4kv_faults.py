@@ -31,8 +31,9 @@ class Sound:
         """The reader of a draft block: ``block`` takes it from the pool, ``chunk`` as it was computed."""
         return block
 
-    def accept(self, worker, accepted, block):
-        """(accept_len, commit_lens, bonus, out_tokens, new_seq_lens) of a verify step."""
+    def accept(self, accepted, block):
+        """(accept_len, commit_lens, bonus, out_tokens, new_seq_lens) of a verify step; ``block``: what it
+        was computed from."""
         return accepted
 
     def output(self, tokens):
@@ -98,8 +99,8 @@ class BlockInBF16(Sound):
 class CommittedTooFar(Sound):
     """One drafted token more is committed than the target agrees with."""
 
-    def accept(self, worker, accepted, block):
-        accept_len, commit_lens, bonus, out_tokens, new_seq_lens = accepted
+    def accept(self, accepted, block):
+        accept_len, commit_lens, *_ = accepted
         width = block["candidates"].shape[1]
         best = block["next_token_logits"].argmax(-1).view(-1, width)
         further = (accept_len.long() + 1).clamp(max=width - 1)
@@ -213,7 +214,7 @@ class Switch:
         return result
 
     def accept(self, original, worker, **block):
-        return self.fault.accept(worker, original(worker, **block), block)
+        return self.fault.accept(original(worker, **block), block)
 
     def storing(self, store):
         @functools.wraps(store)

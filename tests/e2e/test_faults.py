@@ -1,0 +1,90 @@
+"""Faults of the FP4 cache and of the drafter, switched on in the real server: `fp4kv check` finds each.
+
+Each fault is asked the few checks that should find it, a sound server all of those, before and after.
+`python -m tests.e2e.fault_matrix` asks every check with every fault; its result is in the README.
+"""
+
+import pytest
+
+from launcher.checks import runner
+from tests.e2e.faults import NOISE_TOKENS, faulty_server, options, undrafted_server, unsure_prompts
+from tests.e2e.plugin.fp4kv_faults import FAULTS
+
+pytestmark = pytest.mark.e2e
+
+# Checks that have to fail with the fault on; "noise" is drafted-equality of noise.
+NOISE = "noise"
+FOUND_BY = {
+    "stale-page-table": ("arithmetic", "recall"),
+    "k-scales-for-v": (NOISE,),
+    "previous-owners-scales": ("arithmetic", "recall"),
+    "nibbles-swapped": (NOISE,),
+    "block-in-bf16": (NOISE,),
+    "committed-too-far": ("arithmetic", "recall"),
+    "retraction-without-scales": ("soak",),
+    "global-scale-twice": (NOISE,),
+    "every-second-request": ("batch-identical",),
+    "one-token-loop": ("degenerate-output",),
+}
+ASKED_ALONG = {"degenerate-output": ("arithmetic",)}  # it judges the answers to others
+SOUND = {id for found_by in FOUND_BY.values() for id in found_by}
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def recorded(scratch):
+    """What a server without the drafter answers to noise."""
+    with undrafted_server(scratch) as server, unsure_prompts():
+        runner.run(options(server, only=("drafted-equality",), max_tokens=NOISE_TOKENS), scratch / "undrafted")
+    return scratch / "undrafted"
+
+
+@pytest.fixture(scope="module")
+def faulty(recorded, scratch):
+    with faulty_server(scratch) as found:
+        yield found
+
+
+@pytest.fixture
+def ask(faulty, recorded, tmp_path):
+    """``ask(fault, checks)``: each check's verdict with that fault on."""
+    server, switch = faulty
+
+    def ask(fault, asked):
+        switch(fault)
+        found = {}
+        plain = tuple(also for id in asked if id != NOISE for also in (*ASKED_ALONG.get(id, ()), id))
+        if plain:
+            found |= runner.run(options(server, only=plain), tmp_path / "plain")["checks"]
+        if NOISE in asked:
+            more = {"only": ("drafted-equality",), "undrafted": str(recorded), "max_tokens": NOISE_TOKENS}
+            with unsure_prompts():
+                verdict = runner.run(options(server, **more), tmp_path / NOISE)
+            found[NOISE] = verdict["checks"]["drafted-equality"]
+        return found
+
+    return ask
+
+
+def test_a_sound_server_fails_no_check(ask):
+    found = ask("", SOUND)
+    equal = {item["status"] for item in found.pop(NOISE)["items"]}
+    assert equal <= {"pass", "cut"}  # cut: equal as far as the answers go, which max_tokens ends
+    assert {id: check["summary"] for id, check in found.items() if check["status"] != "pass"} == {}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_its_checks(ask, fault):
+    found = ask(fault, FOUND_BY[fault])
+    statuses = {id: found[id]["status"] for id in FOUND_BY[fault]}
+    assert statuses == dict.fromkeys(FOUND_BY[fault], "fail"), found
+    if fault == "retraction-without-scales":
+        assert found["soak"]["numbers"]["retractions"] >= 1
+
+
+def test_no_fault_stays_behind(ask):
+    assert {check["status"] for check in ask("", ("arithmetic", "recall")).values()} == {"pass"}

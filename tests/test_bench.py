@@ -190,7 +190,7 @@ THROUGHPUT = BENCH | {
 }  # fmt: skip
 FAULT_MATRIX = BENCH | {
     "rows": [
-        {"fault": "", "checks": {"recall": {"status": "pass", "summary": "1 of 1 right"}, "soak": {"status": "cut"}}},
+        {"fault": "none", "checks": {"recall": {"status": "pass", "summary": "1 of 1 right"}, "soak": {"status": "cut"}}},
         {"fault": "loop", "checks": {"recall": {"status": "fail"}, "soak": {"status": "not run"}}},
     ]
 }  # fmt: skip

@@ -203,7 +203,7 @@ def faults_block(result: dict) -> list[str]:
     versions, rows = result["versions"], result["rows"]
     cells = {"pass": "", "fail": "**fails**"}
     body = [
-        [row["fault"] or "none", *(cells.get(c["status"], c["status"]) for c in row["checks"].values())]
+        [row["fault"], *(cells.get(c["status"], c["status"]) for c in row["checks"].values())]
         for row in rows
     ]
     return [

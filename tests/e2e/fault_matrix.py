@@ -1,11 +1,12 @@
-"""Every fault against every check, on the embedded server.
+"""Every check with every fault on, on the embedded server.
 
 usage: python -m tests.e2e.fault_matrix OUT.json [--faults NAME,..] [--keep FOLDER]
 
 Starts an undrafted and a drafted server of the shipped pair, switches one fault after another on in the
-drafted one (fp4kv_faults.py), and asks all of `fp4kv check`, a fault in 2 to 5 minutes on two idle cores.
-OUT.json is written after each. Exit code 3 when a fault fails no check, or a sound server fails one.
-`python tests/bench/readme_table.py` writes the README's table from tests/bench/results/faults.json.
+drafted one (fp4kv_faults.py), and asks all of `fp4kv check`: some minutes a fault on two idle cores. OUT.json is
+written after each, so that a run that was ended goes on with --faults. Exit code 3 when no check fails with a
+fault, or a sound server fails one. tests/bench/readme_table.py writes the README's table from
+tests/bench/results/faults.json.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from tests.e2e.plugin.fp4kv_faults import FAULTS
 AGREEMENT, ANSWERS = "agreement", 12
 NOISE = f"{DRAFTED} of noise"
 COLUMNS = (*CHECKS, NOISE)
+SOUND = "none"
+NAMES = (SOUND, *FAULTS)
 OF_NOISE = {"only": (DRAFTED,), "prompts": 2, "max_tokens": NOISE_TOKENS}
 
 
@@ -50,7 +53,7 @@ def ask(name, target, undrafted, recorded, folder):
     began = time.monotonic()
 
     def checks(run, **more):
-        return runner.run(options(target, **more), folder / f"{name or 'sound'} {run}")["checks"]
+        return runner.run(options(target, **more), folder / f"{name} {run}")["checks"]
 
     found = checks(
         "most", undrafted=str(recorded[DRAFTED]), one_chunk=undrafted.url, skip=(AGREEMENT,), floors=(("", 3.0),)
@@ -67,42 +70,48 @@ def ask(name, target, undrafted, recorded, folder):
 
 
 def failed(row):
-    return [id for id, check in row["checks"].items() if check["status"] == "fail"]
+    return [column for column, check in row["checks"].items() if check["status"] == "fail"]
 
 
 def run(out, names, folder):
-    rows = []
+    """Asks with each of ``names`` on, and puts its row into ``out`` in place of the one on file there."""
+    rows = {row["fault"]: row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
     with undrafted_server(folder) as undrafted:
         recorded = record(undrafted, folder)
         with faulty_server(folder) as (target, switch):
-            for name in ("", *names):
-                switch(name)
-                rows.append(ask(name, target, undrafted, recorded, folder))
-                print(f"{name or 'sound'}: {rows[-1]['seconds']} s, fails {failed(rows[-1])}", file=sys.stderr)
-                result = {"date": str(date.today()), "commit": commit(), "versions": installed_versions(), "rows": rows}
-                out.write_text(json.dumps(result, indent=1) + "\n")
-    return rows
+            for name in names:
+                switch("" if name == SOUND else name)
+                row = rows[name] = ask(name, target, undrafted, recorded, folder)
+                print(f"{name}: {row['seconds']} s, fails {failed(row)}", file=sys.stderr, flush=True)
+                write(out, [rows[name] for name in NAMES if name in rows])
+    return [rows[name] for name in names]
+
+
+def write(out, rows):
+    result = {"date": str(date.today()), "commit": commit(), "versions": installed_versions(), "rows": rows}
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--faults", default=",".join(FAULTS), metavar="NAME,..")
+    parser.add_argument("--faults", default=",".join(NAMES), metavar="NAME,..", help="others stay as on file")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep every run and both logs there")
     args = parser.parse_args(argv)
-    names = [name for name in args.faults.split(",") if name]
-    unknown = set(names) - set(FAULTS)
+    names = args.faults.split(",")
+    unknown = set(names) - set(NAMES)
     if unknown:
-        parser.error(f"--faults {', '.join(sorted(unknown))}: there are {', '.join(FAULTS)}")
+        parser.error(f"--faults {', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
     if args.keep:
         args.keep.mkdir(parents=True)
         rows = run(args.out, names, args.keep)
     else:
         with tempfile.TemporaryDirectory() as folder:
             rows = run(args.out, names, Path(folder))
-    wrong = [row["fault"] or "sound" for row in rows if bool(failed(row)) != bool(row["fault"])]
+    wrong = [row["fault"] for row in rows if bool(failed(row)) == (row["fault"] == SOUND)]
     for name in wrong:
-        print(f"fault_matrix: {name}: {'fails a check' if name == 'sound' else 'fails no check'}", file=sys.stderr)
+        what = "a sound server fails a check" if name == SOUND else f"no check fails with {name}"
+        print(f"fault_matrix: {what}", file=sys.stderr)
     return 3 if wrong else 0
 
 

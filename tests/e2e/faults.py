@@ -21,7 +21,7 @@ NVFP4 = ("--kv-cache-dtype", "nvfp4", "--max-running-requests", "4")
 SMALL = ("--max-total-tokens", "512", "--context-length", "512", "--chunked-prefill-size", "128")
 DRAFTER = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
 
-MAX_TOKENS = 56  # more than the pair's right answers have
+MAX_TOKENS = 56  # what the longest right answer has
 NOISE_TOKENS = 24
 # Of 0 to 199, the ones in whose answers most margins are small, by transformers in FP32.
 NOISE_SEEDS = (58, 132, 34, 177, 37, 127, 33, 137, 82, 43)

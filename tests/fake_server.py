@@ -58,7 +58,7 @@ class FakeServer:
             "max_total_num_tokens": POOL, "max_running_requests": REQUESTS, "speculative_algorithm": "DFLASH",
             "disable_radix_cache": False, **dict(info),
         }  # fmt: skip
-        self.asked, self.seen = [], {}
+        self.asked, self.probed, self.seen = [], [], {}
         self.lock, self.full = threading.Lock(), threading.Condition()
         self.held = self.holding = self.left = self.most = 0
         self.seen_full = False
@@ -137,7 +137,8 @@ class FakeServer:
         usage = {"prompt_tokens": tokens, "completion_tokens": len(text)}
         return 200, {"choices": [choice], "usage": usage}
 
-    def completion(self, _body):
+    def completion(self, body):
+        self.probed.append(body)
         logprobs = {"top_logprobs": [{"a": -0.1, "b": -0.1 - self.margin}]}
         return 200, {"choices": [{"text": "a", "logprobs": logprobs, "finish_reason": "length"}], "usage": {}}
 

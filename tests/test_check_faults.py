@@ -149,6 +149,9 @@ def test_the_first_answer_may_differ_within_its_bound(tmp_path, margin, failed):
     with FakeServer(answer=other_first, margin=margin) as target:
         checks = run(tmp_path, target, "prefix-cache")
     assert bool(failing(checks)) is failed
+    # A margin read through the cache that the compared answers wrote would be as broken as they are.
+    probed = {body["cache_salt"] for body in target.probed}
+    assert probed and not probed & {body["cache_salt"] for body in target.asked}
 
 
 def test_an_accept_length_that_changes_with_the_same_answer(tmp_path):

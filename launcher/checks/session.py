@@ -8,7 +8,6 @@ from launcher.checks.server import CHAT, COMPLETIONS, ServerGone
 from launcher.checks.suite import suite_of
 
 TARGET, CONTROL, UNDRAFTED, ONE_CHUNK = "target", "control", "undrafted", "one-chunk"
-_KEPT_BY_PROBE = ("cache_salt", "logit_bias")
 _MEASURED = (2, 24)  # sentences of the two texts that a tokenizer is measured by
 _RESERVE_TOKENS = 64  # of the context, for the chat template and what a tokenizer does otherwise
 
@@ -69,7 +68,8 @@ class Session:
         """Asks the exchange's server for its two best tokens after ``position`` of its own output tokens.
 
         Recorded under the step "margin STEP POSITION", for `same.judge` to find. Nothing is asked where
-        the exchange brought its margins along, or no token ids.
+        the exchange brought its margins along, or no token ids. The probe shares no cached prefix with
+        what is compared: broken K and V there would make a wrong token look like a near-tie.
         """
         if exchange.gaps is not None or not exchange.prompt_ids or not self.has(exchange.server):
             return
@@ -77,8 +77,10 @@ class Session:
             "prompt": [*exchange.prompt_ids, *exchange.tokens[:position]],
             "max_tokens": 1,
             "logprobs": 2,
-            **{name: exchange.request[name] for name in _KEPT_BY_PROBE if name in exchange.request},
+            "cache_salt": f"{self.salt}/{self.check}/margin {self._asked}",
         }
+        if "logit_bias" in exchange.request:
+            body["logit_bias"] = exchange.request["logit_bias"]
         step = f"margin {exchange.step} {position}"
         self._send(COMPLETIONS, body, exchange.server, exchange.item, step)
 

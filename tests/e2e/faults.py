@@ -3,26 +3,26 @@
 import os
 import random
 import string
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-import requests
-
 from launcher.checks.options import Options
 from launcher.checks.suite import WORKLOADS, Prompt, Suite
 from launcher.demo import PAIR
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, empty_cache
+from tests.e2e.test_check import DRAFTER, NVFP4
 
 PLUGIN = Path(__file__).parent / "plugin"
-NVFP4 = ("--kv-cache-dtype", "nvfp4", "--max-running-requests", "4")
-# A pool that four requests fill and outgrow, so that they are retracted and every slot changes owner.
-SMALL = ("--max-total-tokens", "512", "--context-length", "512", "--chunked-prefill-size", "128")
-DRAFTER = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
-
+DEPTH = 88  # at which long and short prompts at once just fit into the pool
 MAX_TOKENS = 56  # what the longest right answer has
 NOISE_TOKENS = 24
+# A pool that a batch of short answers outgrows, since the scheduler admits what fits now, whatever it may grow
+# to. So requests are retracted while the pair is still sure of what it says, and every slot changes owner.
+SMALL = (
+    "--max-total-tokens", "320", "--context-length", "320", "--chunked-prefill-size", "96",
+    "--schedule-conservativeness", "0.01",
+)  # fmt: skip
 # Of 0 to 199, the ones in whose answers most margins are small, by transformers in FP32.
 NOISE_SEEDS = (58, 132, 34, 177, 37, 127, 33, 137, 82, 43)
 
@@ -37,9 +37,8 @@ def faulty_server(scratch):
     file = scratch / "fault"
     path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": path, "FP4KV_FAULT_FILE": str(file)}
-    with embedded_server(
-        PAIR / "target", *NVFP4, *SMALL, *DRAFTER, log=scratch / "faulty.log", env=env
-    ) as server:
+    flags = (*NVFP4, *SMALL, *DRAFTER)
+    with embedded_server(PAIR / "target", *flags, log=scratch / "faulty.log", env=env) as server:
 
         def switch(name):
             empty_cache(server.url)
@@ -50,17 +49,9 @@ def faulty_server(scratch):
         yield server, switch
 
 
-def empty_cache(url):
-    """Waits until no request runs and drops the prefix cache."""
-    until = time.monotonic() + 60
-    while requests.post(f"{url}/flush_cache", timeout=60).status_code != 200:
-        assert time.monotonic() < until, "the server never became idle"
-        time.sleep(0.2)
-
-
 def options(server, **more):
     """Of a run with few and short prompts, for two cores' sake."""
-    common = {"suite": "pair", "depths": (300,), "positions": (0.5,), "prompts": 1, "max_tokens": MAX_TOKENS}
+    common = {"suite": "pair", "depths": (DEPTH,), "positions": (0.5,), "prompts": 1, "max_tokens": MAX_TOKENS}
     return Options(url=server.url, **common | more)
 
 

@@ -45,6 +45,14 @@ def embedded_server(
         yield server
 
 
+def empty_cache(url):
+    """Waits until no request runs and drops the prefix cache."""
+    until = time.monotonic() + 60
+    while requests.post(f"{url}/flush_cache", timeout=60).status_code != 200:
+        assert time.monotonic() < until, "the server never became idle"
+        time.sleep(0.2)
+
+
 def marked_processes(marker: str) -> list[tuple[int, str]]:
     """(pid, command line) of every process whose environment holds `marker`."""
     found = []

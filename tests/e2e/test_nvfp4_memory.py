@@ -13,7 +13,6 @@ answers no such difference changes, stand in for the rest.
 import json
 import os
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import requests
 
 from launcher.client import generate
 from launcher.demo import PAIR, load_prompts
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, empty_cache
 
 pytestmark = pytest.mark.e2e
 
@@ -94,14 +93,6 @@ def serve(scratch, name, *flags, **env):
     path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": path, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **env}
     return embedded_server(PAIR / "target", *flags, log=scratch / f"{name}.log", env=env)
-
-
-def empty_cache(url):
-    """Waits until no request runs and drops the prefix cache."""
-    until = time.monotonic() + 60
-    while requests.post(f"{url}/flush_cache", timeout=60).status_code != 200:
-        assert time.monotonic() < until, "the server never became idle"
-        time.sleep(0.2)
 
 
 def ask(url, prompt, count=NEW_TOKENS):

@@ -130,18 +130,18 @@ class OfSomeRequests(Sound):
 
 
 class RetractionWithoutScales(OfSomeRequests):
-    """A request that resumes after its retraction gets its K and V computed anew (SGLang 0.5.23 keeps
-    none on the host outside of PD); the block scales of these tokens are not written."""
+    """A request that resumes after its retraction has its codes back and no block scales: its slots hold
+    the zeros of a new pool. SGLang 0.5.23 keeps a retracted request's K and V on the host for PD only and
+    computes them anew elsewhere, so that is where they are lost here."""
 
     def chosen(self, batch):
         extends = batch.forward_mode.is_extend()
         return [extends and request.retraction_count > 0 for request in batch.reqs]
 
     def break_rows(self, write, slots, codes, scales):
-        kept = [side[slots].clone() for side in scales]
         write()
-        for side, old in zip(scales, kept, strict=True):
-            side[slots] = old
+        for side in scales:
+            side[slots] = 0
 
 
 class EverySecondRequestCorrupt(OfSomeRequests):

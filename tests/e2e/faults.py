@@ -11,18 +11,11 @@ from launcher.checks.options import Options
 from launcher.checks.suite import WORKLOADS, Prompt, Suite
 from launcher.demo import PAIR
 from tests.e2e.server import embedded_server, empty_cache
-from tests.e2e.test_check import DRAFTER, NVFP4
+from tests.e2e.test_check import DRAFTER, NVFP4, SMALL
 
 PLUGIN = Path(__file__).parent / "plugin"
-DEPTH = 88  # at which long and short prompts at once just fit into the pool
 MAX_TOKENS = 56  # what the longest right answer has
 NOISE_TOKENS = 24
-# A pool that a batch of short answers outgrows, since the scheduler admits what fits now, whatever it may grow
-# to. So requests are retracted while the pair is still sure of what it says, and every slot changes owner.
-SMALL = (
-    "--max-total-tokens", "320", "--context-length", "320", "--chunked-prefill-size", "96",
-    "--schedule-conservativeness", "0.01",
-)  # fmt: skip
 # Of 0 to 199, the ones in whose answers most margins are small, by transformers in FP32.
 NOISE_SEEDS = (58, 132, 34, 177, 37, 127, 33, 137, 82, 43)
 
@@ -51,7 +44,7 @@ def faulty_server(scratch):
 
 def options(server, **more):
     """Of a run with few and short prompts, for two cores' sake."""
-    common = {"suite": "pair", "depths": (DEPTH,), "positions": (0.5,), "prompts": 1, "max_tokens": MAX_TOKENS}
+    common = {"suite": "pair", "depths": (100,), "positions": (0.5,), "prompts": 1, "max_tokens": MAX_TOKENS}
     return Options(url=server.url, **common | more)
 
 

@@ -2,6 +2,7 @@
 
 FP4KV_FAULT_FILE names a file that is read before every batch. The name in it is the fault that is on;
 no file or an empty one is a sound server. Each fault is a class below; the product has no switch for any.
+"retraction" retracts requests and breaks nothing.
 """
 
 import functools
@@ -15,7 +16,13 @@ LOOP_TOKEN = 40  # of the loop; an ordinary one of the shipped pair's vocabulary
 
 
 class Sound:
-    """What a server does without a fault; a fault overrides the step that it breaks."""
+    """What a server does without a fault; a fault overrides the step that it breaks.
+
+    ``retracts``: SGLang's own test switch is on, by which every third step retracts a request where a batch has
+    two or more, whatever the pool still holds.
+    """
+
+    retracts = False
 
     def begin(self, batch, rows):
         """Before each batch. ``rows``: how many tokens each of its requests brings."""
@@ -110,54 +117,47 @@ class CommittedTooFar(Sound):
         return further.to(accept_len.dtype), commit_lens, bonus[:, 0], out_tokens, None
 
 
-class OfSomeRequests(Sound):
-    """A fault of the K and V that some requests of a batch write."""
+class Retraction(Sound):
+    """No fault: the control of the next."""
 
-    def __init__(self):
-        self.broken = None
+    retracts = True
 
-    def chosen(self, batch):
-        """Whether each request of the batch is broken."""
-        raise NotImplementedError
+
+class RetractionWithoutScales(Retraction):
+    """A request that resumes after its retraction has all its codes back and no block scales: its slots hold
+    the zeros of a new pool. SGLang 0.5.23 keeps a retracted request's K and V on the host for PD only; elsewhere
+    it takes them from the prefix cache and computes the rest anew, so that is where they are lost here."""
 
     def begin(self, batch, rows):
-        self.broken = torch.repeat_interleave(torch.tensor(self.chosen(batch)), torch.tensor(rows))
+        table, self.lost = batch.req_to_token_pool.req_to_token, []
+        if batch.forward_mode.is_extend():
+            for request, row, prefix, new in zip(
+                batch.reqs, batch.req_pool_indices.tolist(), batch.prefix_lens, rows, strict=True
+            ):
+                if request.retraction_count > 0:
+                    self.lost.append(table[row, : prefix + new].long())
 
     def store(self, write, slots, codes, scales):
-        if len(self.broken) != len(slots):
-            raise RuntimeError(f"the batch brings {len(self.broken)} tokens, {len(slots)} are written")
-        self.break_rows(write, slots[self.broken], codes, scales)
-
-
-class RetractionWithoutScales(OfSomeRequests):
-    """A request that resumes after its retraction has its codes back and no block scales: its slots hold
-    the zeros of a new pool. SGLang 0.5.23 keeps a retracted request's K and V on the host for PD only and
-    computes them anew elsewhere, so that is where they are lost here."""
-
-    def chosen(self, batch):
-        extends = batch.forward_mode.is_extend()
-        return [extends and request.retraction_count > 0 for request in batch.reqs]
-
-    def break_rows(self, write, slots, codes, scales):
         write()
-        for side in scales:
-            side[slots] = 0
+        for lost in self.lost:
+            for side in scales:
+                side[lost] = 0
 
 
-class EverySecondRequestCorrupt(OfSomeRequests):
+class EverySecondRequestCorrupt(Sound):
     """Every second request to arrive writes K and V with the wrong sign."""
 
     def __init__(self):
-        super().__init__()
-        self.order = {}
+        self.order, self.corrupt = {}, None
 
-    def chosen(self, batch):
-        return [self.order.setdefault(request.rid, len(self.order)) % 2 == 1 for request in batch.reqs]
+    def begin(self, batch, rows):
+        odd = [self.order.setdefault(request.rid, len(self.order)) % 2 == 1 for request in batch.reqs]
+        self.corrupt = torch.repeat_interleave(torch.tensor(odd), torch.tensor(rows))
 
-    def break_rows(self, write, slots, codes, scales):
+    def store(self, write, slots, codes, scales):
         write()
         for side in codes:
-            side[slots] = side[slots] ^ 0x88
+            side[slots[self.corrupt]] ^= 0x88
 
 
 class GlobalScaleTwice(Sound):
@@ -187,21 +187,25 @@ FAULTS = {
     "every-second-request": EverySecondRequestCorrupt,
     "one-token-loop": OneTokenLoop,
 }
+SOUND = {"": Sound, "retraction": Retraction}
 
 
 class Switch:
-    """The fault that is on. Raises: KeyError in the scheduler, which ends it, for a name that is none."""
+    """The fault that is on. An unknown name is a KeyError in the scheduler, which ends with it."""
 
     def __init__(self, file):
         self.file, self.name, self.fault = file, "", Sound()
 
     def look(self):
+        from sglang.srt.managers import scheduler
+
         name = ""
         if os.path.exists(self.file):
             with open(self.file) as file:
                 name = file.read().strip()
         if name != self.name:
-            self.name, self.fault = name, FAULTS[name]() if name else Sound()
+            self.name, self.fault = name, (SOUND | FAULTS)[name]()
+            scheduler.TEST_RETRACT = self.fault.retracts
 
     def step(self, original, worker, batch, *args, **kwargs):
         self.look()

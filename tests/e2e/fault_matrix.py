@@ -31,12 +31,12 @@ from tests.e2e.faults import (
 )
 from tests.e2e.plugin.fp4kv_faults import FAULTS, SOUND
 
-AGREEMENT, ANSWERS = "agreement", 12
+AGREEMENT, ANSWERS = "agreement", 8
 NOISE = f"{DRAFTED} of noise"
 COLUMNS = (*CHECKS, NOISE)
 NONE = "none"
 NAMES = (NONE, *filter(None, SOUND), *FAULTS)
-OF_NOISE = {"only": (DRAFTED,), "prompts": 2, "max_tokens": NOISE_TOKENS}
+OF_NOISE = {"only": (DRAFTED,), "max_tokens": NOISE_TOKENS}
 
 
 def record(undrafted, folder):

@@ -4,9 +4,9 @@ usage: python -m tests.e2e.fault_matrix OUT.json [--faults NAME,..] [--keep FOLD
 
 Starts an undrafted and a drafted server of the shipped pair, switches one fault after another on in the
 drafted one (fp4kv_faults.py), and asks all of `fp4kv check`: some minutes a fault on two idle cores. OUT.json is
-written after each, so that a run that was ended goes on with --faults. Exit code 3 when no check fails with a
-fault, or a sound server fails one. tests/bench/readme_table.py writes the README's table from
-tests/bench/results/faults.json.
+written after each, so that a run that was ended goes on with --faults, and two runs can share the work. Exit
+code 3 when no check fails with a fault, or a sound server fails one. tests/bench/readme_table.py writes the
+README's table from tests/bench/results/faults.json.
 """
 
 import argparse
@@ -49,14 +49,18 @@ def record(undrafted, folder):
 
 
 def ask(name, target, undrafted, recorded, folder):
-    """A row of the matrix: status and summary by column."""
+    """A row of the matrix: what each column's check found."""
     began = time.monotonic()
 
     def checks(run, **more):
         return runner.run(options(target, **more), folder / f"{name} {run}")["checks"]
 
     found = checks(
-        "most", undrafted=str(recorded[DRAFTED]), one_chunk=undrafted.url, skip=(AGREEMENT,), floors=(("", 3.0),)
+        "most",
+        undrafted=str(recorded[DRAFTED]),
+        one_chunk=undrafted.url,
+        skip=(AGREEMENT,),
+        floors=(("", 3.0),),
     )
     found |= checks(AGREEMENT, control=undrafted.url, answers=ANSWERS, only=(AGREEMENT,))
     with unsure_prompts():
@@ -65,8 +69,18 @@ def ask(name, target, undrafted, recorded, folder):
     return {
         "fault": name,
         "seconds": round(time.monotonic() - began),
-        "checks": {column: {key: found[column][key] for key in ("status", "summary")} for column in COLUMNS},
+        "checks": {column: _cell(found[column]) for column in COLUMNS},
     }
+
+
+def _cell(check):
+    """A check's verdict, and what it says of each item that did not pass."""
+    items = [
+        f"{item['name']}: {item['status']}, {item['detail']}"
+        for item in check["items"]
+        if item["status"] != "pass"
+    ]
+    return {"status": check["status"], "summary": check["summary"], "items": items}
 
 
 def failed(row):
@@ -75,27 +89,45 @@ def failed(row):
 
 def run(out, names, folder):
     """Asks with each of ``names`` on, and puts its row into ``out`` in place of the one on file there."""
-    rows = {row["fault"]: row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
+    mine = []
     with undrafted_server(folder) as undrafted:
         recorded = record(undrafted, folder)
         with faulty_server(folder) as (target, switch):
             for name in names:
                 switch("" if name == NONE else name)
-                row = rows[name] = ask(name, target, undrafted, recorded, folder)
-                print(f"{name}: {row['seconds']} s, fails {failed(row)}", file=sys.stderr, flush=True)
-                write(out, [rows[name] for name in NAMES if name in rows])
-    return [rows[name] for name in names]
+                mine.append(ask(name, target, undrafted, recorded, folder))
+                print(
+                    f"{name}: {mine[-1]['seconds']} s, fails {failed(mine[-1])}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                write(out, mine[-1])
+    return mine
 
 
-def write(out, rows):
-    result = {"date": str(date.today()), "commit": commit(), "versions": installed_versions(), "rows": rows}
+def write(out, row):
+    """Puts ``row`` into what is on file now, which another run may have added to."""
+    on_file = json.loads(out.read_text())["rows"] if out.exists() else []
+    found = {row["fault"]: row for row in on_file} | {row["fault"]: row}
+    rows = [found[name] for name in NAMES if name in found]
+    result = {
+        "date": str(date.today()),
+        "commit": commit(),
+        "versions": installed_versions(),
+        "rows": rows,
+    }
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--faults", default=",".join(NAMES), metavar="NAME,..", help="others stay as on file")
+    parser.add_argument(
+        "--faults",
+        default=",".join(NAMES),
+        metavar="NAME,..",
+        help="others stay as on file",
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep every run and both logs there")
     args = parser.parse_args(argv)
     names = args.faults.split(",")

@@ -1,6 +1,6 @@
 """Every check with every fault on, on the embedded server.
 
-usage: python -m tests.e2e.fault_matrix OUT.json [--faults NAME,..] [--keep FOLDER]
+usage: python -m tests.e2e.fault_matrix OUT.json [--faults NAME,..] [--only CHECK,..] [--keep FOLDER]
 
 Starts an undrafted and a drafted server of the shipped pair, switches one fault after another on in the
 drafted one (fp4kv_faults.py), and asks all of `fp4kv check`: some minutes a fault on two idle cores. OUT.json is
@@ -34,6 +34,7 @@ from tests.e2e.plugin.fp4kv_faults import FAULTS, SOUND
 AGREEMENT, ANSWERS = "agreement", 8
 NOISE = f"{DRAFTED} of noise"
 COLUMNS = (*CHECKS, NOISE)
+NOT_ASKED = {"status": "not asked", "summary": "", "items": []}
 NONE = "none"
 NAMES = (NONE, *filter(None, SOUND), *FAULTS)
 OF_NOISE = {"only": (DRAFTED,), "max_tokens": NOISE_TOKENS}
@@ -48,24 +49,24 @@ def record(undrafted, folder):
     return folders
 
 
-def ask(name, target, undrafted, recorded, folder):
-    """A row of the matrix: what each column's check found."""
+def ask(name, only, target, undrafted, recorded, folder):
+    """A row of the matrix: what each column's check found, of the columns in ``only``."""
     began = time.monotonic()
 
     def checks(run, **more):
         return runner.run(options(target, **more), folder / f"{name} {run}")["checks"]
 
-    found = checks(
-        "most",
-        undrafted=str(recorded[DRAFTED]),
-        one_chunk=undrafted.url,
-        skip=(AGREEMENT,),
-        floors=(("", 3.0),),
-    )
-    found |= checks(AGREEMENT, control=undrafted.url, answers=ANSWERS, only=(AGREEMENT,))
-    with unsure_prompts():
-        noise = checks(NOISE, undrafted=str(recorded[NOISE]), **OF_NOISE)
-    found[NOISE] = noise[DRAFTED]
+    found = dict.fromkeys(COLUMNS, NOT_ASKED)
+    most = tuple(id for id in CHECKS if id in only and id != AGREEMENT)
+    if most:
+        second = {"undrafted": str(recorded[DRAFTED]), "one_chunk": undrafted.url}
+        found |= checks("most", **second, only=most, floors=(("", 3.0),))
+    if AGREEMENT in only:
+        found |= checks(AGREEMENT, control=undrafted.url, answers=ANSWERS, only=(AGREEMENT,))
+    if NOISE in only:
+        with unsure_prompts():
+            noise = checks(NOISE, undrafted=str(recorded[NOISE]), **OF_NOISE)
+        found[NOISE] = noise[DRAFTED]
     return {
         "fault": name,
         "seconds": round(time.monotonic() - began),
@@ -87,7 +88,7 @@ def failed(row):
     return [column for column, check in row["checks"].items() if check["status"] == "fail"]
 
 
-def run(out, names, folder):
+def run(out, names, only, folder):
     """Asks with each of ``names`` on, and puts its row into ``out`` in place of the one on file there."""
     mine = []
     with undrafted_server(folder) as undrafted:
@@ -95,7 +96,7 @@ def run(out, names, folder):
         with faulty_server(folder) as (target, switch):
             for name in names:
                 switch("" if name == NONE else name)
-                mine.append(ask(name, target, undrafted, recorded, folder))
+                mine.append(ask(name, only, target, undrafted, recorded, folder))
                 print(
                     f"{name}: {mine[-1]['seconds']} s, fails {failed(mine[-1])}",
                     file=sys.stderr,
@@ -129,17 +130,19 @@ def main(argv=None):
         help="others stay as on file",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep every run and both logs there")
+    parser.add_argument("--only", default=",".join(COLUMNS), metavar="CHECK,..", help="others are not asked")
     args = parser.parse_args(argv)
-    names = args.faults.split(",")
-    unknown = set(names) - set(NAMES)
-    if unknown:
-        parser.error(f"--faults {', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
+    names, only = args.faults.split(","), args.only.split(",")
+    for flag, given, known in (("--faults", names, NAMES), ("--only", only, COLUMNS)):
+        unknown = set(given) - set(known)
+        if unknown:
+            parser.error(f"{flag} {', '.join(sorted(unknown))}: there are {', '.join(known)}")
     if args.keep:
         args.keep.mkdir(parents=True)
-        rows = run(args.out, names, args.keep)
+        rows = run(args.out, names, only, args.keep)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = run(args.out, names, Path(folder))
+            rows = run(args.out, names, only, Path(folder))
     wrong = [row["fault"] for row in rows if bool(failed(row)) != (row["fault"] in FAULTS)]
     for name in wrong:
         what = "no check fails" if name in FAULTS else "a sound server fails a check"

@@ -207,9 +207,11 @@ def faults_block(result: dict) -> list[str]:
         for row in rows
     ]
     return [
-        f"The embedded server, torch {versions['torch']}, Triton {versions['triton']}, SGLang "
-        f"{versions['sglang']}, {result['date']}; `{(RESULTS / FILES['faults']).relative_to(ROOT)}` has what each "
-        "check found.",
+        (
+            f"The embedded server, torch {versions['torch']}, Triton {versions['triton']}, SGLang "
+            f"{versions['sglang']}, {result['date']}; `{(RESULTS / FILES['faults']).relative_to(ROOT)}` has what "
+            "each check found."
+        ),
         "",
         *markdown(["fault", *rows[0]["checks"]], body),
     ]

@@ -194,12 +194,28 @@ FAULT_MATRIX = BENCH | {
         {"fault": "loop", "checks": {"recall": {"status": "fail"}, "soak": {"status": "not run"}}},
     ]
 }  # fmt: skip
+CHECKS = BENCH | {
+    "runs": {
+        "nvfp4-drafted": {
+            "checks": {
+                "recall": {"status": "pass", "summary": "", "numbers": {"depths": [{"prompt_tokens": 3902}]}},
+                "drafted-equality": {"status": "pass", "summary": "2 of 2 equal", "numbers": {}},
+                "agreement": {"status": "fail", "summary": "",
+                              "numbers": {"same_text": 60, "pairs": 64, "p_value": 0.0312}},
+                "soak": {"status": "not run", "summary": "", "numbers": {}},
+                "accept-length": {"status": "pass", "summary": "",
+                                  "numbers": {"workloads": {"chat": 8.0, "code": 5.82}}},
+            }
+        },
+        "bf16-undrafted": {"checks": {"drafted-equality": {"status": "skipped", "summary": "left out"}}},
+    }
+}  # fmt: skip
 MARKED = "a\n" + "".join(f"<!-- {n}:begin -->\nold\n<!-- {n}:end -->\nb\n" for n in readme_table.FILES)
 
 
 def fill(folder, **results):
     for name, content in results.items():
-        (folder / readme_table.FILES[name]).write_text(json.dumps(content))
+        (folder / readme_table.FILES[name].replace("*", "small")).write_text(json.dumps(content))
     readme = folder / "README.md"
     readme.write_text(MARKED)
     options = ["--readme", str(readme), "--results", str(folder)]
@@ -211,7 +227,7 @@ def fill(folder, **results):
 
 def test_tables_of_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(readme_table, "RESULTS", readme_table.ROOT / "tests/bench/results")
-    text = fill(tmp_path, bench=BENCH, throughput=THROUGHPUT, faults=FAULT_MATRIX)
+    text = fill(tmp_path, bench=BENCH, throughput=THROUGHPUT, faults=FAULT_MATRIX, checks=CHECKS)
     assert (
         "| 8 x 65536, 1; 24/4/256 | 513 | error | - | - | - | **281** | 300, then 250 | met, missed |" in text
     )
@@ -226,6 +242,10 @@ def test_tables_of_a_result(tmp_path, monkeypatch):
     assert "| 4 streams, drafter | 1234 | 1234 |" in text
     assert "NVFP4 is not slower than FP8 in any row." in text
     assert "| fault | recall | soak |\n| --- | --- | --- |\n| none |  | cut |\n| loop | **fails** | not run |" in text
+    assert (
+        "| small, NVFP4, drafter | 3 of 5 | agreement (fail), soak (not run) | 3,902 | 2 of 2 equal | 60 of 64, p 0.031"
+        " | 5.8 to 8.0 |\n| small, BF16 | 0 of 0 | - | - | - | - | - |"
+    ) in text
     assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
 
 

@@ -182,6 +182,17 @@ def test_sibling_recalls_at_two_thousand_tokens_and_its_drafter_is_accepted(tok)
 
 
 @needs_weights
+def test_sibling_does_sums_and_calls_tools(tok):
+    target = modeling.load(SIBLING / "target", dtype=torch.bfloat16)
+    rows = [row for row in evaluate.cases(11, 3) if row[0] in ("arithmetic", "tool")]
+    assert len(rows) == 6
+    prompts = [evaluate.encode(tok, messages, tools) for _, messages, tools, _ in rows]
+    answers = evaluate.batched(target, prompts, 88, decode.as_nvfp4, "cpu")
+    for (kind, *_, check), answer in zip(rows, answers):
+        assert evaluate.is_right(kind, tok.decode(answer, skip_special_tokens=False), check), (kind, check)
+
+
+@needs_weights
 def test_sibling_record_shows_recall_at_every_depth_and_three_accepted_tokens():
     long = json.loads((SIBLING / "training.json").read_text())["long"]
     assert not long["left out"]

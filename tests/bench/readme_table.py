@@ -3,8 +3,8 @@
     python tests/bench/readme_table.py             rewrite the blocks
     python tests/bench/readme_table.py --check     exit 1 when a block is not what the files say
 
-A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput, sparse or faults in bench's
-place. A result that is not on file makes its block say that it was not measured.
+A block stands between <!-- bench:begin --> and <!-- bench:end -->, or throughput, sparse, faults or checks in
+bench's place. A result that is not on file makes its block say that it was not measured.
 """
 
 import json
@@ -20,7 +20,7 @@ from launcher.readme_block import markdown  # noqa: E402
 RESULTS = ROOT / "tests" / "bench" / "results"
 FILES = {
     "bench": "h200_bench.json", "throughput": "h200_throughput.json", "sparse": "h200_sparse.json",
-    "faults": "faults.json",
+    "faults": "faults.json", "checks": "h200_checks_*.json",
 }  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 BASELINES = {
@@ -217,16 +217,58 @@ def faults_block(result: dict) -> list[str]:
     ]
 
 
+def checks_cells(model: str, name: str, run: dict) -> list[str]:
+    """One server: its verdict's parts, each as the checks themselves sum it up."""
+    checks = {id: c for id, c in run["checks"].items() if c["status"] != "skipped"}
+    failed = [f"{id} ({c['status']})" for id, c in checks.items() if c["status"] != "pass"]
+    kv, drafted = name.rsplit("-", 1)
+
+    def of(id: str, shown) -> str:
+        return shown(checks[id]) if checks.get(id, {}).get("numbers") else "-"
+
+    depths = of("recall", lambda c: f"{max(d['prompt_tokens'] for d in c['numbers']['depths']):,}")
+    return [
+        f"{model}, {KV_NAMES[kv]}{', drafter' if drafted == 'drafted' else ''}",
+        f"{len(checks) - len(failed)} of {len(checks)}",
+        ", ".join(failed) or "-",
+        depths,
+        checks.get("drafted-equality", {}).get("summary", "-"),
+        of("agreement", lambda c: f"{c['numbers']['same_text']} of {c['numbers']['pairs']}, p {c['numbers']['p_value']:.2g}"),
+        of("accept-length", lambda c: "{:.1f} to {:.1f}".format(*ends(c["numbers"]["workloads"].values()))),
+    ]  # fmt: skip
+
+
+def ends(values) -> tuple:
+    return min(values), max(values)
+
+
+def checks_block(results: dict[str, dict]) -> list[str]:
+    """A row a server, by model, KV format and drafter."""
+    body = [
+        checks_cells(name, server, run)
+        for name, result in results.items()
+        for server, run in result["runs"].items()
+    ]
+    header = ["model, KV", "passed", "not passed", "longest recall, tokens", "drafted against undrafted",
+              "same answers as BF16's, McNemar", "accept length"]  # fmt: skip
+    return [*(f"{name}: {origin(r, f'h200_checks_{name}.json')}" for name, r in results.items()), "",
+            *markdown(header, body)]  # fmt: skip
+
+
 RENDER = {
     "bench": bench_block, "throughput": throughput_block, "sparse": sparse_block, "faults": faults_block,
 }  # fmt: skip
 
 
 def block(name: str, results: Path) -> str:
-    file = results / FILES[name]
-    if not file.exists():
+    files = sorted(results.glob(FILES[name]))
+    if not files:
         return NOT_MEASURED
-    return "\n".join(RENDER[name](json.loads(file.read_text())))
+    found = [json.loads(file.read_text()) for file in files]
+    if name == "checks":
+        models = [file.stem.removeprefix("h200_checks_") for file in files]
+        return "\n".join(checks_block(dict(zip(models, found, strict=True))))
+    return "\n".join(RENDER[name](found[0]))
 
 
 def fill(readme: str, results: Path) -> str:

@@ -17,8 +17,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m launcher.demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not interpreter and not e2e"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not interpreter and not e2e"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m interpreter
 	$(BIN)/python -m pytest -m e2e
 
 bench: $(VENV)/.installed

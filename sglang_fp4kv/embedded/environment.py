@@ -22,8 +22,8 @@ def embedded_env() -> dict[str, str]:
     }
 
 
-# Flag, value, and why embedded mode sets it.
-_FLAGS: tuple[tuple[str, str, str], ...] = (
+# Flag, value (None: it takes none), and why embedded mode sets it.
+_FLAGS: tuple[tuple[str, str | None, str], ...] = (
     ("--device", "cpu", "the platform is out of tree but its tensors are on the CPU"),
     ("--attention-backend", "triton", "the backend whose kernels the interpreter runs"),
     ("--sampling-backend", "pytorch", "the default needs sgl_kernel"),
@@ -34,6 +34,7 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
     ("--max-running-requests", "8", "the kernels run one program after another"),
     ("--triton-attention-num-kv-splits", "2", "a split is a program and costs milliseconds"),
     ("--watchdog-timeout", "3600", "a long prompt in the interpreter is slow, not hung"),
+    ("--sleep-on-idle", None, "a scheduler that waits in a loop takes a whole core from the others"),
 )
 
 
@@ -43,7 +44,7 @@ def embedded_flags(user_flags: Sequence[str] = ()) -> list[str]:
     added: list[str] = []
     for flag, value, _ in _FLAGS:
         if flag not in given:
-            added += [flag, value]
+            added += [flag] if value is None else [flag, value]
     return added
 
 

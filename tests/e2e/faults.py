@@ -21,8 +21,7 @@ NOISE_SEEDS = (58, 132, 34, 177, 37, 127, 33, 137, 82, 43)
 
 
 def undrafted_server(scratch):
-    """Sleeps while nobody asks it: an idle scheduler would take one of two cores from the other server."""
-    return embedded_server(PAIR / "target", *NVFP4, "--sleep-on-idle", log=scratch / "undrafted.log")
+    return embedded_server(PAIR / "target", *NVFP4, log=scratch / "undrafted.log")
 
 
 @contextmanager

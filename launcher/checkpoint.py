@@ -11,6 +11,13 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.draft_facts import CONV, SELECTOR
+
+# Names of a DFlash2 draft's tensors, as srt/models/dflash.py @ 0.5.23 loads them.
+_MODULES = {
+    CONV: re.compile(r"layers\.\d+\.(?:attention|mlp)_conv\."),
+    SELECTOR: re.compile(r"(?:model\.)?candidate_selector\."),
+}
 _KEY = re.compile(
     r"layers\.(?P<layer>\d+)\..*?(?:(?P<side>[kv])_scale|(?P<proj>[kv])_proj\.output_scale|kv_scale)$"
 )
@@ -24,11 +31,12 @@ class Checkpoint:
 
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
     the least. ``kv_scales``: layer id -> {"k": value, "v": value}; a value is None where its dtype is
-    not a plain float. ``problem``: why the files could not be read, None where they could.
+    not a plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``problem``: why the files could not be read, None where they could.
     """
 
     weights_bytes: int | None = None
     kv_scales: dict | None = None
+    modules: frozenset = frozenset()
     problem: str | None = None
 
     @property
@@ -75,13 +83,14 @@ def _scalar(stream, begin, entry):
     return struct.unpack(kind, raw)[0] if kind and len(raw) == struct.calcsize(kind) else None
 
 
-def _read(file, scales):
+def _read(file, scales, modules):
     loaded = 0
     with open(file, "rb") as stream:
         header, begin = _header(stream)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             loaded += (last - first) // (2 if entry["dtype"] == "F32" else 1)
+            modules.update(module for module, pattern in _MODULES.items() if pattern.search(name))
             match = _KEY.search(name)
             if match:
                 value = _scalar(stream, begin, entry)
@@ -94,10 +103,11 @@ def read_checkpoint(folder):
     """The Checkpoint in ``folder``; empty where it holds no safetensors, with the problem where they
     cannot be read."""
     try:
-        files, scales = _files(Path(folder)), {}
+        files, scales, modules = _files(Path(folder)), {}, set()
         if not files:
             return Checkpoint()
-        return Checkpoint(sum(_read(file, scales) for file in files), scales)
+        loaded = sum(_read(file, scales, modules) for file in files)
+        return Checkpoint(loaded, scales, frozenset(modules))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         return Checkpoint(problem=f"{folder}: its safetensors cannot be read ({error})")
 

@@ -10,6 +10,7 @@ _WHEEL = "sglang-0.5.23-py3-none-any.whl"
 _NVFP4 = "--kv-cache-dtype nvfp4"
 _TRITON = f"{_NVFP4} --attention-backend triton"
 _DFLASH = "--speculative-algorithm DFLASH"
+_DRAFT = {"asked": "--speculative-draft-model-path my-draft", "path": "my-draft"}
 _MODEL = {"asked": "--model-path my-model", "path": "my-model"}
 
 EXAMPLES = {
@@ -79,7 +80,7 @@ EXAMPLES = {
         "dtype": "nvfp4",
         "target": "nvfp4",
     },
-    "FP4-012": {"asked": "--speculative-draft-model-path my-draft", "path": "my-draft"},
+    "FP4-012": _DRAFT,
     "FP4-013": {
         "asked": "target_layer_ids [1, 35] in my-draft",
         "wrong": "[35]",
@@ -204,4 +205,10 @@ EXAMPLES = {
     },
     "FP4-064": {"asked": f"{_NVFP4} --grpc-port 30001"},
     "FP4-065": {"asked": f"{_NVFP4} --checkpoint-engine-wait-weights-before-ready"},
+    "FP4-075": _DRAFT | {"keys": "conv_kernel_size and conv_group_size"},
+    "FP4-076": _DRAFT | {"problems": "selector_rank 256 and selector_top_k 0 are needed together"},
+    "FP4-077": _DRAFT
+    | {"told": "the checkpoint has a candidate selector and dflash_config has no selector_rank"},
+    "FP4-078": {"asked": "--speculative-draft-window-size 4", "window": "4", "block": "8"},
+    "FP4-079": _DRAFT | {"head": "projector_type 'domino'"},
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.checkpoint import Checkpoint, read_checkpoint
+from launcher.draft_facts import DraftFacts, read_draft_facts
 from launcher.flags import UsageError
 from launcher.model_kinds import (
     ATTENTION_KINDS, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, traits, unreadable_figures,
@@ -27,7 +28,7 @@ class ModelFacts:
     ``attention_layers``: ids of the layers that keep K and V for every token. ``passes``: times that
     each runs. ``traits``: what SGLang keeps otherwise, and ``unread``: figures that are not in the file
     (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``snapshot``: the hub
-    commit the folder is a snapshot of. ``text``: the language model's part of config.json as it stands
+    commit the folder is a snapshot of. ``dflash``: what it asks for as a DFlash draft. ``text``: the language model's part of config.json as it stands
     there.
     """
 
@@ -53,6 +54,7 @@ class ModelFacts:
     folder: str | None = None
     checkpoint: Checkpoint = Checkpoint()
     architectures: tuple = ()
+    dflash: DraftFacts | None = None
     text: dict = field(default_factory=dict, repr=False)
 
     def trait(self, kind):
@@ -196,7 +198,7 @@ def read_facts(path, flag):
     quantization = config.get("quantization_config")
     dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), None)
     names = config.get("architectures")
-    architectures = tuple(map(str, names if isinstance(names, list) else [names]))
+    architectures = tuple(map(str, names if isinstance(names, list) else [names] if names else ()))
     found = traits(text, model_type, architectures)
     loops = [_number(trait.value, trait.key, file) for trait in found if trait.kind in (LOOPED, SHARED)]
     kv_heads = _number(text.get("num_key_value_heads"), "num_key_value_heads", file) or heads
@@ -230,5 +232,6 @@ def read_facts(path, flag):
         folder=str(file.parent),
         checkpoint=read_checkpoint(file.parent),
         architectures=architectures,
+        dflash=read_draft_facts(config, text, architectures, file),
         text=text,
     )

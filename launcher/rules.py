@@ -93,6 +93,11 @@ RULES = {
     "FP4-063": Rule(models.figures_are_not_in_the_file, UNTESTED, NVFP4),
     "FP4-064": Rule(attention.requests_come_before_the_proof, FAILS, FP4),
     "FP4-065": Rule(attention.weights_come_in_requests, FAILS, FP4),
+    "FP4-075": Rule(drafter.draft_keys_are_out_of_place, FAILS, FP4),
+    "FP4-076": Rule(drafter.draft_cannot_be_built, FAILS, FP4),
+    "FP4-077": Rule(drafter.draft_modules_are_not_built, FAILS, FP4),
+    "FP4-078": Rule(drafter.draft_window_is_too_small, FAILS, FP4),
+    "FP4-079": Rule(drafter.draft_head_is_untested, UNTESTED, NVFP4),
 }
 
 

@@ -1,6 +1,7 @@
 """Rules about the drafter and its pool. Each returns facts for its text, or None."""
 
 from launcher.checkpoint import weights_hash
+from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import FP4
 from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES
 
@@ -29,6 +30,8 @@ def bf16_draft_pool_is_untested(launch):
 
 def block_size_is_unknown(launch):
     if launch.drafter != "DFLASH" or launch.draft is None or launch.draft.block_size:
+        return None
+    if launch.draft_tokens is not None:
         return None
     return {"asked": f"--speculative-draft-model-path {launch.draft.path}", "path": launch.draft.path}
 
@@ -148,3 +151,70 @@ def draft_differs(launch):
         "found": ", ".join(f"{kind} {found}" for kind, found, _ in wrong),
         "wanted": ", ".join(f"{kind} {wanted}" for kind, _, wanted in wrong),
     }
+
+
+def _dflash(launch):
+    """The DraftFacts of a DFLASH draft; None where there is none to read."""
+    return launch.draft.dflash if launch.drafter == "DFLASH" and launch.draft is not None else None
+
+
+def _the_draft(launch, **facts):
+    return {"asked": launch.asked("speculative_draft_model_path"), "path": launch.draft.path, **facts}
+
+
+def draft_keys_are_out_of_place(launch):
+    dflash = _dflash(launch)
+    if dflash is None or not dflash.misplaced:
+        return None
+    return _the_draft(launch, keys=" and ".join(dflash.misplaced))
+
+
+def draft_cannot_be_built(launch):
+    dflash = _dflash(launch)
+    if dflash is None or not dflash.problems:
+        return None
+    return _the_draft(launch, problems="; ".join(dflash.problems))
+
+
+def draft_modules_are_not_built(launch):
+    """A checkpoint's modules, or those its keys size, beside those that SGLang would build."""
+    dflash = _dflash(launch)
+    if dflash is None or dflash.problems:
+        return None
+    stored = launch.draft.checkpoint.modules
+    if launch.draft.checkpoint.weights_bytes is None:  # no safetensors to read
+        stored = dflash.modules
+    asked = {name for name, keys in MODULE_KEYS.items() if all(dflash.sizes[key] for key in keys)}
+    told = []
+    for name, keys in MODULE_KEYS.items():
+        if name in dflash.modules and name not in stored:
+            told.append(f"a {name} is asked for and the checkpoint has no weights for it")
+        elif name in asked and name not in dflash.modules:
+            named = ", ".join(launch.draft.architectures)
+            told.append(f"{keys[0]} asks for a {name}, which architectures {named} does not have")
+        elif name in stored and name not in dflash.modules:
+            told.append(f"the checkpoint has a {name} and dflash_config has no {keys[0]}")
+    return _the_draft(launch, told="; ".join(told)) if told else None
+
+
+def draft_window_is_too_small(launch):
+    window = launch.flags.speculative_draft_window_size
+    if launch.drafter != "DFLASH" or window is None:
+        return None
+    block = launch.draft_tokens or (launch.draft and launch.draft.block_size) or 1
+    if window >= block:
+        return None
+    return {
+        "asked": launch.asked(
+            "speculative_draft_window_size", "speculative_num_draft_tokens", "speculative_dflash_block_size"
+        ),
+        "window": window,
+        "block": block,
+    }
+
+
+def draft_head_is_untested(launch):
+    dflash = _dflash(launch)
+    if dflash is None or dflash.other_head is None:
+        return None
+    return _the_draft(launch, head=dflash.other_head)

@@ -5,6 +5,7 @@ from launcher.texts import Text
 _RESULT = "tests/bench/results/h200_pair.json"
 _KV_HOOK = "srt/arg_groups/kv_cache_hook.py @ sglang 0.5.23"
 _SPEC_HOOK = "srt/arg_groups/speculative_hook.py @ sglang 0.5.23"
+_DRAFT_CONFIG = "parse_dflash_draft_config in srt/speculative/dflash_utils.py @ sglang 0.5.23"
 _SERVER = "sglang_fp4kv/resolution.py, which refuses it in the server too"
 _TRITON = "--kv-cache-dtype nvfp4 --attention-backend triton"
 
@@ -25,10 +26,10 @@ TEXTS = {
     ),
     "FP4-012": Text(
         name="draft-without-block-size",
-        says="the draft {path} does not say its block size",
+        says="the draft {path} does not say its block size, and no flag does",
         why="SGLang falls back to 16 when the config has none, and a drafter trained on another size then proposes nonsense",
         evidence=_SPEC_HOOK,
-        help="write the block_size the draft was trained with into its config.json",
+        help="write the block_size the draft was trained with into its config.json, or give it with --speculative-dflash-block-size",
     ),
     "FP4-013": Text(
         name="draft-names-a-missing-layer",
@@ -212,5 +213,40 @@ TEXTS = {
         why="a server with FP4 KV takes no request until it has proven itself, and without weights it has nothing to prove",
         evidence="sglang_fp4kv/readiness.py; srt/entrypoints/http_server.py @ sglang 0.5.23",
         help="leave out --checkpoint-engine-wait-weights-before-ready",
+    ),
+    "FP4-075": Text(
+        name="draft-keys-out-of-place",
+        says="the draft {path} has {keys} at the top of its config.json, where SGLang does not read them",
+        why="what makes a draft a DFlash2 is read in dflash_config alone; without it the convolution and the selector are not built, their weights are dropped without a word, and the drafts are wrong",
+        evidence=_DRAFT_CONFIG,
+        help="move {keys} into dflash_config in the draft's config.json",
+    ),
+    "FP4-076": Text(
+        name="draft-cannot-be-built",
+        says="the draft {path} cannot be built: {problems}",
+        why="SGLang stops at it, after the target's weights are loaded",
+        evidence=f"{_DRAFT_CONFIG}; srt/models/dflash.py @ sglang 0.5.23",
+        help="correct the draft's config.json, or fetch it again from where the draft is published",
+    ),
+    "FP4-077": Text(
+        name="draft-modules-not-built",
+        says="the config.json and the weights of the draft {path} do not belong together: {told}",
+        why="SGLang builds what the config names and loads what fits: weights without a module are dropped and a module without weights stays random, both without a word, and the drafts are wrong",
+        evidence="DFlashDraftModel.load_weights and DFlash2DraftModel in srt/models/dflash.py @ sglang 0.5.23",
+        help="fetch the draft's config.json and its weights from one place; a draft with a candidate selector has architectures [DFlash2DraftModel]",
+    ),
+    "FP4-078": Text(
+        name="draft-window-below-a-block",
+        says="a draft window of {window} tokens is asked for, and a block has {block}",
+        why="the drafter reads its own block beside the window; SGLang stops at a window that is smaller than the block",
+        evidence=f"_handle_dflash in {_SPEC_HOOK}",
+        help="--speculative-draft-window-size {block}",
+    ),
+    "FP4-079": Text(
+        name="draft-head-untested",
+        says="the draft {path} is no plain DFlash and no DFlash2 ({head}), and no result with one is on file",
+        why="such a draft proposes or attends by modules of its own, which no run on file has had",
+        evidence="srt/models/dflash.py and srt/speculative/dflash_worker_v2.py @ sglang 0.5.23",
+        help="use a DFlash or DFlash2 draft, or --allow FP4-079",
     ),
 }

@@ -27,6 +27,13 @@ def plain(*flags):
     return {"flags": [*NVFP4, *flags]}
 
 
+def dflash2(**changed):
+    """The keys of a DFlash2 draft in the layout of published ones, some of dflash_config changed."""
+    nested = {"target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16}
+    nested |= {"selector_rank": 8, "selector_top_k": 4, "block_size": 8, **changed}
+    return {"architectures": ["DFlash2DraftModel"], "block_size": None, "dflash_config": nested}
+
+
 # Rule -> a launch on which it fires, and it alone.
 CASES = {
     "FP4-010": {"flags": ["--kv-cache-dtype", "nvfp4"], "on": machine("sm_120")},
@@ -86,6 +93,11 @@ CASES = {
     "FP4-063": model(multi_query=True),
     "FP4-064": plain("--grpc-port", "30001"),
     "FP4-065": plain("--checkpoint-engine-wait-weights-before-ready"),
+    "FP4-075": drafted(draft={"conv_kernel_size": 2, "conv_group_size": 16}),
+    "FP4-076": drafted(draft=dflash2(selector_top_k=0)),
+    "FP4-077": drafted(draft=dflash2() | {"architectures": ["DFlashDraftModel"]}),
+    "FP4-078": drafted("--speculative-draft-window-size", "4"),
+    "FP4-079": drafted(draft={"projector_type": "domino"}),
 }  # fmt: skip
 
 
@@ -362,6 +374,7 @@ def test_only_what_has_no_result_is_untested():
     allowable = [id for id, rule in RULES.items() if rule.allowable]
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-058", "FP4-061", "FP4-063",
+        "FP4-079",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

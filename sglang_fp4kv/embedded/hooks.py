@@ -14,7 +14,8 @@ _IS_FP4 = "sglang.srt.utils.common.is_float4_e2m1fn_x2"
 _TILES = (
     "sglang.kernels.ops.attention.extend_attention._get_block_sizes_for_extend_attention"
 )
-TARGETS = (_REJECT, _IS_FP4, _TILES)
+_TOP_K = "sglang.srt.models.dflash._radix_topk"
+TARGETS = (_REJECT, _IS_FP4, _TILES, _TOP_K)
 
 # Query rows and keys of one tile. A tile costs the interpreter milliseconds, whatever its size:
 # 600 new tokens on 300 take 0.23 s a layer instead of 0.75 s with the 64 x 64 of an unknown GPU.
@@ -28,6 +29,7 @@ def install() -> None:
     HookRegistry.register(_REJECT, allow_block_scaled_pool, HookType.AROUND)
     HookRegistry.register(_IS_FP4, is_float4_e2m1fn_x2, HookType.REPLACE)
     HookRegistry.register(_TILES, large_tiles, HookType.AFTER)
+    HookRegistry.register(_TOP_K, torch_top_k, HookType.REPLACE)
 
 
 def require_active() -> None:
@@ -80,6 +82,14 @@ def is_float4_e2m1fn_x2(dtype) -> bool:
 def large_tiles(block_sizes: tuple, *args, **kwargs) -> tuple:
     """Large query and key tiles for SGLang's extend kernel; head-dim blocks as they were."""
     return (*block_sizes[:3], _TILE_ROWS, _TILE_KEYS, block_sizes[-1])
+
+
+def torch_top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ids) of the k largest along the last dim, in descending order.
+
+    A DFlash2 draft's selector calls FlashInfer's wherever it is installed, and that takes CUDA tensors alone.
+    """
+    return torch.topk(scores, k, dim=-1)
 
 
 def use_plain_qk_norm_rope(model: torch.nn.Module) -> int:

@@ -66,10 +66,36 @@ def _drafter(launch):
     if launch.draft is not None and not block and asked is None:
         block, why = 16, "SGLang's fallback"
     yield _value("draft tokens", asked, asked or block, why)
+    yield from _draft_window(launch)
+    yield from _draft_writes(launch)
     tree = {"draft steps": flags.speculative_num_steps, "draft top-k": flags.speculative_eagle_topk}
     for what, asked in tree.items():
         if asked not in (None, 1):
             yield _value(what, asked, 1, "DFLASH has one")
+
+
+def _draft_window(launch):
+    """Where layers of the draft read a window: which, and what --speculative-draft-window-size adds."""
+    asked, text = launch.flags.speculative_draft_window_size, launch.draft.text if launch.draft else {}
+    own = None
+    if "sliding_attention" in (text.get("layer_types") or ()):
+        own = text.get("sliding_window") or (text.get("dflash_config") or {}).get("swa_window_size")
+    sizes = [size for size in (asked, own) if size]
+    if sizes:
+        why = "layers of the draft" if own == min(sizes) != asked else "every token keeps its slot in the pool"
+        yield _value("draft window", asked, min(sizes), why)
+    if launch.flags.speculative_draft_sink_size:
+        yield _value("draft sink", launch.flags.speculative_draft_sink_size, 0, "DFLASH has none")
+
+
+def _draft_writes(launch):
+    """Where K and V cannot get into the drafter's pool by SGLang's fused write, of all layers at once. The scheduler
+    reports the way in use (sglang_fp4kv/draft_writes.py)."""
+    why = launch.draft.dflash.per_layer if launch.draft is not None else None
+    if launch.flags.device == "cpu":
+        why = "a CPU has no fused kernel"
+    if why is not None:
+        yield Value("drafter writes", "", "layer by layer, which is slower", why)
 
 
 def _pools(launch):

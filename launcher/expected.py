@@ -1,11 +1,13 @@
 """What was judged beside what the worker reports (sglang_fp4kv/proof.py): both must be the same."""
 
+from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import memory
 
 PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
 DRAFT_POOL = "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
 _RECIPE = "sglang_fp4kv.recipe.PackedNVFP4Method"
 _BACKEND = "sglang_fp4kv.attention.TritonAttnBackend"
+PER_LAYER = "per layer"
 _FP4 = "float4_e2m1fn_x2"
 _TORCH_NAMES = {
     "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "bf16": "bfloat16", "bfloat16": "bfloat16",
@@ -34,6 +36,8 @@ def expected_values(launch):
             values["draft", "class"] = DRAFT_POOL
         if held.draft_cell:
             values["draft", "bytes_per_token"] = held.draft_cell
+        if launch.draft is not None:
+            values["draft", "modules"] = [name for name in MODULE_KEYS if name in launch.draft.dflash.modules]
     return values
 
 
@@ -60,6 +64,16 @@ def differences(launch, states):
     return found
 
 
+def slow_writes(states):
+    """Why a drafter's K and V are written layer by layer, a text each; empty where they are written fused."""
+    found = []
+    for state in states:
+        draft = state["fp4kv"].get("draft") or {}
+        if draft.get("kv_writes") == PER_LAYER and draft["why_per_layer"] not in found:
+            found.append(draft["why_per_layer"])
+    return found
+
+
 def describe(report):
     """The scheduler's report as one line."""
     parts = []
@@ -68,5 +82,7 @@ def describe(report):
         if pool:
             name = pool["class"].rpartition(".")[2]
             size = f" {pool['bytes_per_token']} B/token" if "bytes_per_token" in pool else ""
-            parts.append(f"{side} {pool['dtype']}{size} in {name}")
+            modules = f" with {' and '.join(pool['modules'])}" if pool.get("modules") else ""
+            writes = f", written {pool['kv_writes']}" if "kv_writes" in pool else ""
+            parts.append(f"{side} {pool['dtype']}{size} in {name}{modules}{writes}")
     return "; ".join([*parts, f"{report['max_total_num_tokens']} tokens"])

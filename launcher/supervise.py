@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from launcher.canary import Canary
 from launcher.client import ServerError, fp4kv_report, is_healthy, server_info
 from launcher.equality import NEAR_TIE_BOUNDS
-from launcher.expected import describe, differences
+from launcher.expected import describe, differences, slow_writes
 from launcher.hold import Hold
 from launcher.launch import FP4
 from launcher.process import ServerProcess
@@ -99,6 +99,10 @@ class Supervisor:
             info = self._report(begun + self.seconds)
             if self.canary:
                 self._ask_canary(info, begun + self.seconds)
+                info = self._report(begun + self.seconds, again=True)
+            on_cpu = self.launch.flags.device == "cpu"  # which was judged to be slow
+            for why in () if on_cpu else slow_writes(info["internal_states"]):
+                _say(f"warning: the drafter's K and V are written layer by layer, which is slower: {why}")
             self.server.note_shared_memory()
             if self.done.is_set():
                 return
@@ -132,8 +136,8 @@ class Supervisor:
             "verify": not self.launch.flags.ssl_certfile,
         }
 
-    def _report(self, deadline):
-        """GET /server_info, once every replica reports what was judged."""
+    def _report(self, deadline, *, again=False):
+        """GET /server_info, once every replica reports what was judged; ``again``: after the canary's requests."""
         error = None
         while (left := deadline - time.monotonic()) > 0 and not self.done.is_set():
             try:
@@ -147,7 +151,8 @@ class Supervisor:
         found = differences(self.launch, info.get("internal_states") or [])
         if found:
             raise _Unproven("the scheduler does not serve what was judged\n  " + "\n  ".join(found))
-        _say(f"proven: {describe(fp4kv_report(info))}")
+        if not again:
+            _say(f"proven: {describe(fp4kv_report(info))}")
         return info
 
     def _ask_canary(self, info, deadline):

@@ -7,6 +7,7 @@ scheduler process, where a patch calls it.
 
 import logging
 
+from sglang_fp4kv.draft_writes import APPEND_FUSED, INIT_HELPER
 from sglang_fp4kv.seams import check_release, check_seams
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ INTERNAL_STATE = (
     ".SchedulerInternalStateController.get_internal_state"
 )
 POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
-HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE)
+HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED)
 
 _active = False
 
@@ -53,7 +54,7 @@ def activate():
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KV_CACHE_QUANT_REGISTRY
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_fp4kv import proof, readiness, resolution
+    from sglang_fp4kv import draft_writes, proof, readiness, resolution
     from sglang_fp4kv.recipe import PackedNVFP4Method
 
     KV_CACHE_QUANT_REGISTRY["nvfp4"] = PackedNVFP4Method
@@ -65,6 +66,8 @@ def activate():
     HookRegistry.register(POOL_SIZES, proof.record_budget, HookType.AROUND)
     HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
     HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
+    HookRegistry.register(INIT_HELPER, draft_writes.note_why_not_fused, HookType.AROUND)
+    HookRegistry.register(APPEND_FUSED, draft_writes.note_failed_write, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()

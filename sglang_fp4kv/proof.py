@@ -9,7 +9,7 @@ import logging
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_fp4kv import __version__, formats
+from sglang_fp4kv import __version__, draft_writes, formats
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,17 @@ def _backend_report(runner):
     return f"{type(backend).__module__}.{type(backend).__name__}"
 
 
+def _model_report(model):
+    """The draft's class and what of a DFlash2 was built: keys model, modules (as launcher/draft_facts.py names them)."""
+    layers = list(getattr(model, "layers", ()))
+    convolved = any(getattr(layer, "attention_conv", None) is not None for layer in layers)
+    built = {
+        "grouped convolution": convolved,
+        "candidate selector": getattr(model, "candidate_selector", None) is not None,
+    }
+    return {"model": type(model).__name__, "modules": [name for name, there in built.items() if there]}
+
+
 def report(scheduler):
     """A JSON-able description of the pools, recipe and backends that ``scheduler`` serves with.
 
@@ -88,6 +99,8 @@ def report(scheduler):
         draft = {
             **_pool_report(draft_runner.token_to_kv_pool),
             "backend": _backend_report(draft_runner),
+            **_model_report(draft_runner.model),
+            **draft_writes.describe(scheduler.draft_worker),
         }
     return {
         "version": __version__,

@@ -59,6 +59,10 @@ SEAMS = {
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     ".get_internal_state": ("self", "recv_req"),
     "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy": ("attn_backend",),
+    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._init_fused_kv_helper": ("self",),
+    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_fused": (
+        "self", "ctx_hidden", "ctx_positions", "ctx_cache_loc", "ctx_cache_loc_2d", "commit_lens",
+    ),
 }
 
 

@@ -32,7 +32,7 @@ REPORT = {
         "backend": "sglang_fp4kv.attention.TritonAttnBackend",
         "recipe": "sglang_fp4kv.recipe.PackedNVFP4Method",
     },
-    "draft": {"class": DRAFT_POOL, "dtype": "float8_e4m3fn", "bytes_per_token": 512},
+    "draft": {"class": DRAFT_POOL, "dtype": "float8_e4m3fn", "bytes_per_token": 512, "modules": []},
     "max_total_num_tokens": 8192,
 }  # fmt: skip
 
@@ -228,3 +228,13 @@ def test_only_fp4_is_held_back_and_only_where_http_is_served():
     assert supervise.held_back(launch("--kv-cache-dtype", "fp4_mx_block16"))
     assert not supervise.held_back(launch("--kv-cache-dtype", "fp8_e4m3"))
     assert not supervise.held_back(launch("--kv-cache-dtype", "nvfp4", "--node-rank", "1"))
+
+
+def test_slow_writes_of_the_drafter_are_said(supervised):
+    why = "DFLASH fused KV materialization disabled: qkv bias"
+    draft = {**REPORT["draft"], "kv_writes": "per layer", "why_per_layer": why}
+    code, text = supervised(report={**REPORT, "draft": draft})
+    assert code == 0 and "DraftTokenToKVPool, written per layer; 8192 tokens" in text
+    assert f"warning: the drafter's K and V are written layer by layer, which is slower: {why}\n" in text
+    code, text = supervised(report={**REPORT, "draft": draft | {"kv_writes": "fused", "why_per_layer": None}})
+    assert code == 0 and "layer by layer" not in text

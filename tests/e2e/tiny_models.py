@@ -1,10 +1,10 @@
-"""Small random models on disk: a Qwen3 target with a byte tokenizer and a DFlash draft for it."""
+"""Small models on disk: a random Qwen3 target with a byte tokenizer, and DFlash drafts."""
 
 import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 256, 4, 4, 2, 64
 DRAFT_LAYERS, BLOCK_SIZE, MASK_TOKEN = 2, 8, 500
@@ -135,4 +135,60 @@ def build_draft(folder: Path, target: Path, seed: int = 1, mask_token: int = MAS
         "dflash_config": {"target_layer_ids": captured, "mask_token_id": mask_token},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def build_dflash2(folder: Path, draft: Path, window: int, seed: int = 3) -> Path:
+    """The DFlash draft ``draft`` turned into a DFlash2 in the layout of published ones: all layers windowed, everything
+    DFlash's in dflash_config. Convolution and selector are small and random, so that most of what it proposes is still
+    right."""
+    taps, group, rank, top_k = 2, 16, 8, 4
+    config = json.loads((draft / "config.json").read_text())
+    tensors = load_file(draft / "model.safetensors")
+    hidden, layers, vocab = (config[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+    for layer in range(layers):
+        for name in ("attention_conv", "mlp_conv"):
+            base = random(2, taps, hidden, scale=0.02)
+            base[:, 0] += 1  # tap 0 alone would be no convolution
+            tensors[f"layers.{layer}.{name}.base_kernel"] = base
+            rows = 2 * taps * (hidden // group)
+            projection = random(rows, hidden, scale=0.02 * hidden**-0.5)
+            tensors[f"layers.{layer}.{name}.kernel_projection.weight"] = projection
+    for name in ("predecessor_codebook", "successor_codebook"):
+        tensors[f"candidate_selector.{name}"] = random(vocab, rank, scale=0.3)
+    projection = random(rank, hidden, scale=hidden**-0.5)
+    tensors["candidate_selector.hidden_projection.weight"] = projection
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    moved = {key: config.pop(key) for key in ("block_size", "num_target_layers")}
+    config["dflash_config"] |= moved | {
+        "conv_kernel_size": taps,
+        "conv_group_size": group,
+        "selector_rank": rank,
+        "selector_top_k": top_k,
+    }
+    config |= {
+        "architectures": ["DFlash2DraftModel"],
+        "layer_types": ["sliding_attention"] * layers,
+        "sliding_window": window,
+        "use_sliding_window": True,
+        "is_causal": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def build_older_layout(folder: Path, draft: Path) -> Path:
+    """The DFlash draft ``draft`` with everything DFlash's at the top of its config.json, and no block size."""
+    config = json.loads((draft / "config.json").read_text())
+    config |= config.pop("dflash_config")
+    del config["block_size"]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "model.safetensors").symlink_to(draft / "model.safetensors")
     return folder

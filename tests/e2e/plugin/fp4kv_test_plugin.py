@@ -18,6 +18,9 @@ FP4KV_MISREAD names a file with one word, read at every layer: how the readers d
 
 FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
 
+FP4KV_FUSED_WRITES names a file: the drafter's pool is then written by SGLang's fused kernel, which it keeps for GPUs,
+until the file exists; from then on that write fails.
+
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
 """
@@ -72,6 +75,11 @@ def activate():
         from sglang_fp4kv.attention import TritonAttnBackend
 
         TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
+    fused = os.environ.get("FP4KV_FUSED_WRITES")
+    if fused:
+        HookRegistry.register(f"{WORKER}.__init__", _write_fused, HookType.AROUND)
+        helper = "sglang.kernels.ops.speculative.fused_kv_materialize.FusedKVMaterializeHelper.materialize"
+        HookRegistry.register(helper, functools.partial(_fail_once_there, fused), HookType.BEFORE)
     if os.environ.get("FP4KV_MISREAD"):
         misread_as_told(os.environ["FP4KV_MISREAD"])
 
@@ -105,6 +113,17 @@ def misread_as_told(file):
         return block(backend, q, k, v, out, pool, *rest)
 
     TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block = pool_layer, attend_block
+
+
+def _write_fused(original, worker, *args, **kwargs):
+    original(worker, *args, **kwargs)
+    worker._use_fused_kv_materialize = True
+    worker._init_fused_kv_helper()
+
+
+def _fail_once_there(file, *args, **kwargs):
+    if os.path.exists(file):
+        raise RuntimeError("told to fail")
 
 
 def _budget(size, configurator, _pre_model_load_memory):

@@ -27,6 +27,8 @@ RESULTS = {
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
 RESULTS_FOLDER = "tests/bench/results"
+# What shows a DFlash2 draft, and one that reads a window, beside NVFP4 KV: the real server on the CPU.
+DRAFTS_SHOWN = "tests/e2e/test_draft_serving.py"
 _LARGEST = 1 << 40
 
 
@@ -127,8 +129,19 @@ def _results(launch):
     plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
     if not launch.on_triton or launch.drafter not in (None, "DFLASH") or not plain:
         return ()
+    if launch.kv_dtype in FP4 and launch.drafter is not None and _changed_draft(launch):
+        return (DRAFTS_SHOWN,) if launch.kv_dtype == "nvfp4" else ()
     names = RESULTS.get((dtype, launch.drafter is not None), ())
     return tuple(f"{RESULTS_FOLDER}/{name}" for name in names)
+
+
+def _changed_draft(launch):
+    """Whether the draft is more than the plain ones with full attention that the files are about."""
+    if launch.flags.speculative_draft_window_size is not None:
+        return True
+    draft = launch.draft
+    kinds = (draft.text.get("layer_types") if draft else None) or ()
+    return "sliding_attention" in kinds or draft is not None and bool(draft.dflash.modules)
 
 
 def _warnings(launch, allow, found):

@@ -154,6 +154,11 @@ def test_tiles_keep_their_head_dim_blocks():
     assert hooks.large_tiles((64, 0, 64, 64, 64, 4), Lq=64, Lv=64) == (64, 0, 64, 128, 256, 4)
 
 
+def test_top_k_is_sorted_and_on_the_cpu():
+    values, ids = hooks.torch_top_k(torch.tensor([[1.0, 5.0, 3.0], [2.0, 0.0, 9.0]]), 2)
+    assert values.tolist() == [[5.0, 3.0], [9.0, 2.0]] and ids.tolist() == [[1, 2], [2, 0]]
+
+
 def test_plain_qk_norm_rope():
     class Layer(torch.nn.Module):
         use_table_qk_norm_rope = True

@@ -113,6 +113,40 @@ def test_what_would_be_replaced_is_shown_beside_what_was_asked(tmp_path):
     assert (shown["draft tokens"].effective, shown["draft tokens"].why) == ("16", "SGLang's fallback")
 
 
+def windowed(layers=1, window=2048, **dflash):
+    return {"layer_types": ["sliding_attention"] * layers, "sliding_window": window, "dflash_config": dflash}
+
+
+def test_windows_and_slow_writes_of_a_draft_are_shown(tmp_path):
+    flags = [*NVFP4, *DFLASH]
+    shown = {v.what: v for v in decide(tmp_path, flags).values}
+    assert not {"draft window", "draft sink", "drafter writes"} & set(shown)
+    shown = {v.what: v for v in decide(tmp_path, flags, draft=windowed()).values}
+    value = shown["draft window"]
+    assert (value.asked, value.effective, value.why) == ("(left out)", "2048", "layers of the draft")
+    flags += ["--speculative-draft-window-size", "512", "--speculative-draft-sink-size", "4"]
+    draft = windowed() | {"attention_bias": True}
+    shown = {v.what: v for v in decide(tmp_path, flags, draft=draft).values}
+    value = shown["draft window"]
+    assert (value.asked, value.effective, value.why) == ("512", "512", "every token keeps its slot in the pool")
+    assert (shown["draft sink"].effective, shown["draft sink"].why) == ("0", "DFLASH has none")
+    assert (shown["drafter writes"].effective, shown["drafter writes"].why) == (
+        "layer by layer, which is slower", "attention_bias",
+    )  # fmt: skip
+    shown = {v.what: v for v in decide(tmp_path, [*flags, "--device", "cpu"]).values}
+    assert shown["drafter writes"].why == "a CPU has no fused kernel"
+
+
+def test_drafts_beyond_the_plain_ones_name_what_shows_them(tmp_path):
+    assert (ROOT / judge.DRAFTS_SHOWN).is_file()
+    window = ["--speculative-draft-window-size", "512"]
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16}
+    for flags, draft in (([], windowed()), (window, None), ([], {"dflash_config": sizes})):
+        found = decide(tmp_path, [*NVFP4, *DFLASH, *flags], draft=draft)
+        assert (found.status, found.results) == ("works", (judge.DRAFTS_SHOWN,))
+    assert judge.DRAFTS_SHOWN not in decide(tmp_path, [*NVFP4, *DFLASH]).results
+
+
 def test_what_dflash_sets_to_one_is_shown(tmp_path):
     flags = [*NVFP4, *DFLASH, "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"]
     shown = {v.what: (v.asked, v.effective) for v in decide(tmp_path, flags).values}

@@ -16,6 +16,11 @@ for name in "$@"; do
       tests/test_fragments.py 2>&1 | tee "$out/kernels.log" | tail -40 ;;
     pair) phase pair "$py" -m tests.gpu.serving models/pair/target models/pair/draft \
       models/pair/prompts.json "$out/h200_pair.json" --logs "$out/logs/pair" ;;
+    dflash2) [ -d "$out/dflash2" ] || "$py" -c 'import sys; from pathlib import Path
+from tests.e2e.tiny_models import build_dflash2
+build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/dflash2"
+      phase dflash2 "$py" -m tests.gpu.serving models/pair/target "$out/dflash2" \
+      models/pair/prompts.json "$out/h200_dflash2.json" --logs "$out/logs/dflash2" ;;
     smollm2) phase smollm2 "$py" -m tests.gpu.serving "$MODEL" "$DRAFT" \
       tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs "$out/logs/smollm2" ;;
     cache) FP4KV_REQUIRE_GPU=1 phase cache "$py" -m pytest -m "gpu or interpreter" -vv --tb=short -n 8 --timeout 250 \

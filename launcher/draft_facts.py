@@ -22,6 +22,8 @@ MODULE_KEYS = {
 SELECTING = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 # Names whose class is the plain backbone, with a convolution where the keys ask for one.
 PLAIN = ("DFlashDraftModel",)
+# Model types whose class in transformers has a window only with use_sliding_window, then one of its own by default.
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _KINDS = ("full_attention", "sliding_attention")
 _LARGEST = 1 << 31
 
@@ -103,7 +105,15 @@ def _layer_problems(nested, text):
     odd = next((kind for kind in kinds if kind not in _KINDS), None)
     if odd is not None:
         yield f"layer_types: {reprlib.repr(odd)} is no kind of layer that a draft has"
-    if "sliding_attention" in kinds and not (text.get("sliding_window") or nested.get("swa_window_size")):
+    if "sliding_attention" not in kinds or nested.get("swa_window_size"):
+        return
+    if text.get("model_type") in _SWITCHED:
+        if not text.get("use_sliding_window"):
+            yield (
+                "layer_types asks for a window, and without use_sliding_window a "
+                f"{text['model_type']} configuration drops it"
+            )
+    elif not text.get("sliding_window"):
         yield "layer_types asks for a window, and sliding_window is missing"
 
 

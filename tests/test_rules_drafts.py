@@ -2,6 +2,7 @@
 
 import pytest
 
+from launcher import draft_facts
 from launcher.draft_facts import CONV, SELECTOR
 from launcher.flags import UsageError
 from launcher.modelfacts import read_facts
@@ -71,6 +72,17 @@ def test_a_dflash2_draft_in_the_published_layout_is_accepted(tmp_path):
     assert found.causal_or_windowed
 
 
+@pytest.mark.parametrize("kind", draft_facts._SWITCHED)
+def test_transformers_drops_a_window_as_read(kind):
+    """The configuration classes themselves: no window without the switch, one of their own with it."""
+    from transformers import CONFIG_MAPPING
+
+    sizes = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    assert CONFIG_MAPPING[kind](**sizes, sliding_window=99).sliding_window is None
+    assert CONFIG_MAPPING[kind](**sizes, use_sliding_window=True, sliding_window=99).sliding_window == 99
+    assert CONFIG_MAPPING[kind](**sizes, use_sliding_window=True).sliding_window > 0
+
+
 def test_a_convolution_needs_no_selector(tmp_path):
     config = dflash2(selector_rank=None, selector_top_k=0) | {"architectures": ["DFlashDraftModel"]}
     assert judged(tmp_path, config, draft_tensors={**PLAIN_WEIGHT, **CONV_WEIGHT}) == []
@@ -97,6 +109,10 @@ def test_sizes_that_sglang_stops_at_are_named(tmp_path, changed, problem):
     ("layers", "problem"),
     [
         ({"layer_types": ["sliding_attention"]}, "sliding_window is missing"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 99, "model_type": "qwen3"},
+            "without use_sliding_window a qwen3 configuration drops it",
+        ),
         ({"layer_types": []}, "layer_types names 0 layers of 1"),
         ({"layer_types": ["chunked_attention"]}, "'chunked_attention' is no kind of layer that a draft has"),
         ({"layer_types": "full_attention"}, "layer_types must be a list, got 'full_attention'"),

@@ -82,8 +82,11 @@ def undrafted(scratch, prompts):
         return ask(server, prompts, top_two=True)
 
 
-def test_the_prompts_are_longer_than_the_windows(prompts):
-    assert sum(len(p["input_ids"]) > WINDOW + DRAFT_WINDOW for p in prompts) >= 4
+def test_the_contexts_are_longer_than_the_windows(prompts, undrafted):
+    lengths = [len(p["input_ids"]) for p in prompts]
+    whole = [length + len(a.tokens) for length, a in zip(lengths, undrafted, strict=True)]
+    assert sum(length > 2 * WINDOW for length in lengths) >= 2, lengths
+    assert sum(length > WINDOW > DRAFT_WINDOW for length in whole) >= 6, whole
 
 
 def test_a_dflash2_draft_with_windowed_layers(scratch, prompts, undrafted):

@@ -7,6 +7,8 @@ after the weights are loaded, so a hook that SGLang failed to apply stops the se
 
 import torch
 
+from sglang_fp4kv.embedded import trees
+
 BLOCK_SCALED_POOL = "the block-scaled (fp4 / mxfp8) KV pool"
 
 _REJECT = "sglang.srt.platforms.interface.reject_out_of_tree_path"
@@ -14,7 +16,7 @@ _IS_FP4 = "sglang.srt.utils.common.is_float4_e2m1fn_x2"
 _TILES = (
     "sglang.kernels.ops.attention.extend_attention._get_block_sizes_for_extend_attention"
 )
-TARGETS = (_REJECT, _IS_FP4, _TILES)
+TARGETS = (_REJECT, _IS_FP4, _TILES, *trees.TARGETS)
 
 # Query rows and keys of one tile. A tile costs the interpreter milliseconds, whatever its size:
 # 600 new tokens on 300 take 0.23 s a layer instead of 0.75 s with the 64 x 64 of an unknown GPU.
@@ -28,6 +30,7 @@ def install() -> None:
     HookRegistry.register(_REJECT, allow_block_scaled_pool, HookType.AROUND)
     HookRegistry.register(_IS_FP4, is_float4_e2m1fn_x2, HookType.REPLACE)
     HookRegistry.register(_TILES, large_tiles, HookType.AFTER)
+    trees.install(HookRegistry, HookType)
 
 
 def require_active() -> None:

@@ -143,10 +143,11 @@ EXAMPLES = {
     "FP4-033": {"asked": f"{_NVFP4} --speculative-draft-kv-cache-dtype bf16"},
     "FP4-034": {
         "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10",
-        "breadth": "10",
+        "width": "10",
+        "drafter": "NGRAM",
     },
     "FP4-035": {"asked": f"{_NVFP4} --speculative-algorithm EAGLE3", "drafter": "EAGLE3"},
-    "FP4-036": {"asked": f"{_DFLASH} --dtype auto for my-model", "stored": "float16"},
+    "FP4-036": {"asked": f"{_DFLASH} --dtype auto for my-model", "drafter": "DFLASH", "stored": "float16"},
     "FP4-037": {
         "asked": "--speculative-draft-model-path my-draft --speculative-draft-model-revision v2",
         "found": "v2",
@@ -204,4 +205,10 @@ EXAMPLES = {
     },
     "FP4-064": {"asked": f"{_NVFP4} --grpc-port 30001"},
     "FP4-065": {"asked": f"{_NVFP4} --checkpoint-engine-wait-weights-before-ready"},
+    "FP4-080": {"asked": f"{_NVFP4} --speculative-algorithm DSPARK", "drafter": "DSPARK"},
+    "FP4-081": {
+        "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10 --page-size 16",
+        "width": "10",
+        "page": "16",
+    },
 }

@@ -61,8 +61,8 @@ RULES = {
     "FP4-031": Rule(drafter.draft_backend_is_replaced, FAILS, FP4),
     "FP4-032": Rule(drafter.draft_backend_is_untested, UNTESTED, FP4),
     "FP4-033": Rule(drafter.bf16_draft_pool_is_untested, UNTESTED, NVFP4),
-    "FP4-034": Rule(drafter.ngram_is_a_tree, UNTESTED, NVFP4, server_refuses=True),
-    "FP4-035": Rule(drafter.drafter_is_untested, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-034": Rule(drafter.tree_is_untested, UNTESTED, NVFP4),
+    "FP4-035": Rule(drafter.drafter_is_untested, UNTESTED, NVFP4),
     "FP4-036": Rule(drafter.half_precision_target, FAILS, FP4, server_refuses=True),
     "FP4-037": Rule(drafter.draft_differs, FAILS, ANY),
     "FP4-038": Rule(models.mla, FAILS, NVFP4, server_refuses=True),
@@ -93,6 +93,8 @@ RULES = {
     "FP4-063": Rule(models.figures_are_not_in_the_file, UNTESTED, NVFP4),
     "FP4-064": Rule(attention.requests_come_before_the_proof, FAILS, FP4),
     "FP4-065": Rule(attention.weights_come_in_requests, FAILS, FP4),
+    "FP4-080": Rule(drafter.drafter_is_not_served, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-081": Rule(drafter.ngram_tree_on_pages, FAILS, NVFP4),
 }
 
 

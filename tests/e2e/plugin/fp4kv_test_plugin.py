@@ -176,7 +176,9 @@ class Oracle:
         """EAGLE: the recorded tokens along one branch of the tree, the last child at every node, so that
         accepted rows do not stand at the front of their block."""
         drafts = drafts.clone()
-        rows = zip(batch.reqs, batch.seq_lens.tolist(), parents.tolist(), kept.tolist(), drafts, strict=True)
+        lists = (x.tolist() for x in (batch.seq_lens, parents, kept))
+        # Under a CUDA graph the tensors may have rows of padding behind those of the batch.
+        rows = zip(batch.reqs, *lists, drafts, strict=False)
         for request, anchor, followed, candidates, row in rows:
             known = self.answers.get(tuple(request.origin_input_ids), [])[anchor + 1 :]
             parent_of = [candidates.index(followed[c // topk]) if c // topk else None for c in candidates]

@@ -13,7 +13,8 @@ FP4 = PACKED_DTYPES
 _STOCK_DECODE = "trtllm_mha"
 _SM100 = ((10, 0), (10, 3))
 MODULES = ("EAGLE", "NEXTN")  # may be a module inside the target's checkpoint
-DRAFT_SEATS = 48  # _handle_dflash, _handle_eagle_family and _handle_ngram in srt/arg_groups/speculative_hook.py @ 0.5.23
+# With a drafter: _handle_dflash and its neighbours in srt/arg_groups/speculative_hook.py @ 0.5.23.
+DRAFT_SEATS = 48
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,15 @@ class Launch:
         """Facts of the model that drafts: the target's own where a module inside it does; None without one."""
         if self.drafter in (None, *DRAFTERS_WITHOUT_MODEL):
             return None
-        inside = self.drafter in MODULES and self.flags.speculative_draft_model_path is None
-        return self.target if inside else self.draft
+        named = self.flags.speculative_draft_model_path is not None
+        return self.draft if named or self.drafter not in MODULES else self.target
+
+    @property
+    def drafts_inside(self):
+        """Whether a module of the target's own checkpoint drafts."""
+        model = self.draft_model
+        known = self.drafter in MODULES and model is not None and self.target is not None
+        return known and model.folder == self.target.folder
 
     @property
     def draft_layers(self):
@@ -95,7 +103,7 @@ class Launch:
         module = model.text.get("num_nextn_predict_layers")
         if type(module) is int and module > 0:
             return module
-        return 1 if self.target and model.folder == self.target.folder else model.num_layers
+        return 1 if self.drafts_inside else model.num_layers
 
     @property
     def draft_dtype(self):
@@ -193,8 +201,7 @@ def memory(launch):
     """The launch's Memory on one GPU; pools of an FP4 target only."""
     tp, target, draft = max(1, launch.flags.tp_size), launch.target, launch.draft_model
     with_draft = launch.drafter not in (None, *DRAFTERS_WITHOUT_MODEL)
-    inside = with_draft and draft is not None and target is not None and draft.folder == target.folder
-    parts = [target, draft] if with_draft and not inside else [target]
+    parts = [target, draft] if with_draft and not launch.drafts_inside else [target]
     sizes = [facts.checkpoint.weights_bytes if facts else None for facts in parts]
     layers = target.attention_layers if target else None
     return Memory(

@@ -293,6 +293,8 @@ def test_a_drafter_inside_the_target_is_priced_by_its_own_layers(tmp_path):
     inside.flags.speculative_draft_model_path = None
     inside = replace(inside, draft=None)
     assert (memory(inside).draft_cell, memory(inside).weights) == (row, GIB)
+    beside = launch(tmp_path, [*NVFP4, "--speculative-algorithm", "STANDALONE"], weights=(GIB, GIB))
+    assert memory(replace(beside, draft=beside.target)).weights == 2 * GIB
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_an_eagle3_tree_changes_no_answer(scratch, prompts, undrafted):
         answers = ask(server, prompts)
         report = fp4kv_report(server_info(server.url))
     assert differing(undrafted, answers) == []
-    assert accepted(answers[:4]) > 2.5 and accepted(answers[4:]) < 1.5
+    assert accepted(answers[:4]) > 2.4 and accepted(answers[4:]) < 1.5
     assert told.moved_rows() > 0
     check_pools(report, "float8_e4m3fn", 1)
 

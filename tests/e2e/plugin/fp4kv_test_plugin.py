@@ -173,20 +173,19 @@ class Oracle:
         return drafts
 
     def plant(self, original, batch, draft_input, parents, kept, drafts, *args, topk, **kwargs):
-        """EAGLE: the recorded tokens along one branch of the tree, the last child at every node, so that
-        accepted rows do not stand at the front of their block."""
+        """EAGLE: the recorded tokens along the longest branch of the tree, the last of several, so that
+        accepted rows seldom stand at the front of their block."""
         drafts = drafts.clone()
         lists = (x.tolist() for x in (batch.seq_lens, parents, kept))
         # Under a CUDA graph the tensors may have rows of padding behind those of the batch.
         rows = zip(batch.reqs, *lists, drafts, strict=False)
         for request, anchor, followed, candidates, row in rows:
             known = self.answers.get(tuple(request.origin_input_ids), [])[anchor + 1 :]
-            parent_of = [candidates.index(followed[c // topk]) if c // topk else None for c in candidates]
-            node = None
-            for token in known:
-                children = [i for i, parent in enumerate(parent_of) if parent == node]
-                if not children:
-                    break
-                node = children[-1]
+            paths = []  # the nodes down to each one; parents stand before their children
+            for node, candidate in enumerate(candidates):
+                above = paths[candidates.index(followed[candidate // topk])] if candidate // topk else []
+                paths.append([*above, node])
+            longest = max(reversed(paths), key=len)
+            for node, token in zip(longest, known, strict=False):
                 row[node] = token
         return original(batch, draft_input, parents, kept, drafts, *args, topk=topk, **kwargs)

@@ -144,10 +144,11 @@ EXAMPLES = {
     "FP4-033": {"asked": f"{_NVFP4} --speculative-draft-kv-cache-dtype bf16"},
     "FP4-034": {
         "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10",
-        "breadth": "10",
+        "width": "10",
+        "drafter": "NGRAM",
     },
     "FP4-035": {"asked": f"{_NVFP4} --speculative-algorithm EAGLE3", "drafter": "EAGLE3"},
-    "FP4-036": {"asked": f"{_DFLASH} --dtype auto for my-model", "stored": "float16"},
+    "FP4-036": {"asked": f"{_DFLASH} --dtype auto for my-model", "drafter": "DFLASH", "stored": "float16"},
     "FP4-037": {
         "asked": "--speculative-draft-model-path my-draft --speculative-draft-model-revision v2",
         "found": "v2",
@@ -211,4 +212,10 @@ EXAMPLES = {
     | {"told": "the checkpoint has a candidate selector and dflash_config has no selector_rank"},
     "FP4-078": {"asked": "--speculative-draft-window-size 4", "window": "4", "block": "8"},
     "FP4-079": _DRAFT | {"head": "projector_type 'domino'"},
+    "FP4-080": {"asked": f"{_NVFP4} --speculative-algorithm DSPARK", "drafter": "DSPARK"},
+    "FP4-081": {
+        "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10 --page-size 16",
+        "width": "10",
+        "page": "16",
+    },
 }

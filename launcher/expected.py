@@ -2,6 +2,7 @@
 
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import memory
+from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
 PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
 DRAFT_POOL = "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
@@ -30,7 +31,7 @@ def expected_values(launch):
         }
         if held.target_cell is not None:
             values["target", "bytes_per_token"] = held.target_cell
-    if launch.drafter == "DFLASH":
+    if launch.drafter not in (None, *DRAFTERS_WITHOUT_MODEL):
         values["draft", "dtype"] = _TORCH_NAMES.get(launch.draft_dtype, launch.draft_dtype)
         if launch.kv_dtype == "nvfp4" and launch.on_triton:
             values["draft", "class"] = DRAFT_POOL
@@ -59,8 +60,8 @@ def differences(launch, states):
             reported = (report.get(side) or {}).get(key)
             if reported != judged:
                 found.append(f"{where}{side} {key}: judged {judged}, reported {reported}")
-        if launch.drafter is None and report.get("draft"):
-            found.append(f"{where}no drafter was judged, {report['draft']['class']} is reported")
+        if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL) and report.get("draft"):
+            found.append(f"{where}no drafter's pool was judged, {report['draft']['class']} is reported")
     return found
 
 

@@ -6,13 +6,15 @@ from launcher.modelfacts import ModelFacts
 from launcher.probe import GIB, Gpu, Machine
 from sglang_fp4kv.formats import BLOCK_SIZE, PACKED_DTYPES, VALUE_BYTES, bytes_per_token
 from sglang_fp4kv.planner import rank_heads
-from sglang_fp4kv.served import BACKEND, DRAFT_DTYPE_DEFAULT
+from sglang_fp4kv.served import BACKEND, DRAFT_DTYPE_DEFAULT, DRAFTERS, DRAFTERS_WITHOUT_MODEL
 
 FP4 = PACKED_DTYPES
 # _NVFP4_PREFILL_BACKEND and what follows from it: srt/arg_groups/kv_cache_hook.py @ 0.5.23.
 _STOCK_DECODE = "trtllm_mha"
 _SM100 = ((10, 0), (10, 3))
-DRAFT_SEATS = 48  # _handle_dflash and _handle_ngram in srt/arg_groups/speculative_hook.py @ 0.5.23
+MODULES = ("EAGLE", "NEXTN")  # may be a module inside the target's checkpoint
+# With a drafter: _handle_dflash and its neighbours in srt/arg_groups/speculative_hook.py @ 0.5.23.
+DRAFT_SEATS = 48
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,32 @@ class Launch:
         return asked.upper() if asked else None
 
     @property
+    def draft_model(self):
+        """Facts of the model that drafts: the target's own where a module inside it does; None without one."""
+        if self.drafter in (None, *DRAFTERS_WITHOUT_MODEL):
+            return None
+        named = self.flags.speculative_draft_model_path is not None
+        return self.draft if named or self.drafter not in MODULES else self.target
+
+    @property
+    def drafts_inside(self):
+        """Whether a module of the target's own checkpoint drafts."""
+        model = self.draft_model
+        known = self.drafter in MODULES and model is not None and self.target is not None
+        return known and model.folder == self.target.folder
+
+    @property
+    def draft_layers(self):
+        """Layers that keep K and V in the drafter's pool; None where its config does not say."""
+        model = self.draft_model
+        if model is None or self.drafter not in MODULES:
+            return model and model.num_layers
+        module = model.text.get("num_nextn_predict_layers")
+        if type(module) is int and module > 0:
+            return module
+        return 1 if self.drafts_inside else model.num_layers
+
+    @property
     def draft_dtype(self):
         """The drafter's KV dtype in effect: asked, or ours next to NVFP4, or the target's."""
         asked = self.flags.speculative_draft_kv_cache_dtype
@@ -100,7 +128,7 @@ class Launch:
     def seats(self):
         """Requests served at once; None where SGLang derives it from the pool."""
         asked = self.flags.max_running_requests
-        return asked or (DRAFT_SEATS if self.drafter in ("DFLASH", "NGRAM") else None)
+        return asked or (DRAFT_SEATS if self.drafter in DRAFTERS else None)
 
 
 @dataclass(frozen=True)
@@ -162,18 +190,18 @@ def _cell(facts, tp, dtype, layers):
 
 
 def _draft_cell(launch, tp):
-    if launch.drafter in (None, "NGRAM"):
+    if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL):
         return 0
     if launch.draft_dtype not in (*FP4, *VALUE_BYTES):
         return None
-    return _cell(launch.draft, tp, launch.draft_dtype, launch.draft and launch.draft.num_layers)
+    return _cell(launch.draft_model, tp, launch.draft_dtype, launch.draft_layers)
 
 
 def memory(launch):
     """The launch's Memory on one GPU; pools of an FP4 target only."""
-    tp, target, draft = max(1, launch.flags.tp_size), launch.target, launch.draft
-    with_draft = launch.drafter not in (None, "NGRAM")
-    parts = [target, draft] if with_draft else [target]
+    tp, target, draft = max(1, launch.flags.tp_size), launch.target, launch.draft_model
+    with_draft = launch.drafter not in (None, *DRAFTERS_WITHOUT_MODEL)
+    parts = [target, draft] if with_draft and not launch.drafts_inside else [target]
     sizes = [facts.checkpoint.weights_bytes if facts else None for facts in parts]
     layers = target.attention_layers if target else None
     return Memory(

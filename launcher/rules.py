@@ -61,8 +61,8 @@ RULES = {
     "FP4-031": Rule(drafter.draft_backend_is_replaced, FAILS, FP4),
     "FP4-032": Rule(drafter.draft_backend_is_untested, UNTESTED, FP4),
     "FP4-033": Rule(drafter.bf16_draft_pool_is_untested, UNTESTED, NVFP4),
-    "FP4-034": Rule(drafter.ngram_is_a_tree, UNTESTED, NVFP4, server_refuses=True),
-    "FP4-035": Rule(drafter.drafter_is_untested, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-034": Rule(drafter.tree_is_untested, UNTESTED, NVFP4),
+    "FP4-035": Rule(drafter.drafter_is_untested, UNTESTED, NVFP4),
     "FP4-036": Rule(drafter.half_precision_target, FAILS, FP4, server_refuses=True),
     "FP4-037": Rule(drafter.draft_differs, FAILS, ANY),
     "FP4-038": Rule(models.mla, FAILS, NVFP4, server_refuses=True),
@@ -98,6 +98,8 @@ RULES = {
     "FP4-077": Rule(drafter.draft_modules_are_not_built, FAILS, FP4),
     "FP4-078": Rule(drafter.draft_window_is_too_small, FAILS, FP4),
     "FP4-079": Rule(drafter.draft_head_is_untested, UNTESTED, NVFP4),
+    "FP4-080": Rule(drafter.drafter_is_not_served, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-081": Rule(drafter.ngram_tree_on_pages, FAILS, NVFP4),
 }
 
 

@@ -3,10 +3,13 @@
 from launcher.checkpoint import weights_hash
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import FP4
-from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES
+from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL
 
 # DRAFT_ATTENTION_BACKEND_CHOICES in srt/arg_groups/choices.py @ 0.5.23.
 _DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "ascend", "trtllm_mha", "intel_xpu")
+_TREES = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+# _auto_choose_speculative_params in srt/arg_groups/speculative_hook.py @ 0.5.23.
+_TREES_BY_DEFAULT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _TRTLLM_REPLACEMENT = {(10, 0): "fa4", (10, 3): "fa4"}
 
 
@@ -102,28 +105,57 @@ def draft_backend_is_untested(launch):
     }
 
 
-def ngram_is_a_tree(launch):
-    breadth = launch.flags.speculative_ngram_max_bfs_breadth
-    if launch.drafter != "NGRAM" or breadth == 1:
+def _on_cpu(launch):
+    """The embedded server, which tests/e2e/test_drafters.py runs with every drafter that is served."""
+    return launch.flags.device == "cpu"
+
+
+def drafts_a_tree(launch):
+    """NGRAM's breadth or EAGLE's top-k where it is above 1, as (flag's field, value); None for a chain."""
+    field = "speculative_ngram_max_bfs_breadth" if launch.drafter == "NGRAM" else "speculative_eagle_topk"
+    width = getattr(launch.flags, field)
+    if width is None and launch.target and set(launch.target.architectures) & _TREES_BY_DEFAULT:
+        width = 1 if launch.drafter == "STANDALONE" else 4
+    return (field, width) if launch.drafter in _TREES and width not in (None, 1) else None
+
+
+def tree_is_untested(launch):
+    tree = drafts_a_tree(launch)
+    if tree is None or _on_cpu(launch):
         return None
-    return {
-        "asked": launch.asked("speculative_algorithm", "speculative_ngram_max_bfs_breadth"),
-        "breadth": breadth,
-    }
+    return {"asked": launch.asked("speculative_algorithm", tree[0]), "width": tree[1], "drafter": launch.drafter}
 
 
 def drafter_is_untested(launch):
-    if launch.drafter in (None, "DFLASH"):
+    if launch.drafter not in DRAFTERS or launch.drafter == "DFLASH" or _on_cpu(launch):
         return None
     return {"asked": launch.asked("kv_cache_dtype", "speculative_algorithm"), "drafter": launch.drafter}
 
 
+def drafter_is_not_served(launch):
+    multi = launch.flags.enable_multi_layer_eagle
+    if launch.drafter in (None, *DRAFTERS) and not multi:
+        return None
+    names = "kv_cache_dtype", "speculative_algorithm", "enable_multi_layer_eagle"
+    return {"asked": launch.asked(*names), "drafter": "a multi-layer EAGLE" if multi else launch.drafter}
+
+
+def ngram_tree_on_pages(launch):
+    tree, page = drafts_a_tree(launch), launch.flags.page_size
+    if launch.drafter != "NGRAM" or tree is None or page in (None, 1):
+        return None
+    return {"asked": launch.asked("speculative_algorithm", tree[0], "page_size"), "width": tree[1], "page": page}
+
+
 def half_precision_target(launch):
     target = launch.target
-    if launch.drafter != "DFLASH" or target is None or not target.half_precision(launch.flags.dtype):
+    if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL) or target is None:
+        return None
+    if not target.half_precision(launch.flags.dtype):
         return None
     return {
         "asked": f"{launch.asked('speculative_algorithm', 'dtype')} for {target.path}",
+        "drafter": launch.drafter,
         "stored": target.dtype or "no dtype",
     }
 

@@ -3,6 +3,7 @@
 from launcher.texts import Text
 
 _RESULT = "tests/bench/results/h200_pair.json"
+_DRAFTERS_TEST = "tests/e2e/test_drafters.py, on a CPU"
 _KV_HOOK = "srt/arg_groups/kv_cache_hook.py @ sglang 0.5.23"
 _SPEC_HOOK = "srt/arg_groups/speculative_hook.py @ sglang 0.5.23"
 _DRAFT_CONFIG = "parse_dflash_draft_config in srt/speculative/dflash_utils.py @ sglang 0.5.23"
@@ -158,22 +159,22 @@ TEXTS = {
         help="--speculative-draft-kv-cache-dtype fp8_e4m3",
     ),
     "FP4-034": Text(
-        name="ngram-tree-untested",
-        says="NGRAM with breadth {breadth} drafts a tree, and no result with one is on file",
-        why="a tree is verified through a mask over the block, and every run on file verifies a chain",
-        evidence=f"_handle_ngram in {_SPEC_HOOK}; sglang_fp4kv/resolution.py, which refuses it on Triton",
-        help="--speculative-algorithm DFLASH",
+        name="draft-tree-untested",
+        says="{drafter} with a width of {width} drafts a tree, and no result with one is on file",
+        why="a tree is verified through a mask over the block and its accepted rows move afterwards, scales and all; the embedded server does both and answers as without a drafter, and no run on a GPU has shown it, with CUDA graphs or without",
+        evidence=f"{_DRAFTERS_TEST}; {_SPEC_HOOK}",
+        help="--speculative-algorithm DFLASH, or --allow FP4-034",
     ),
     "FP4-035": Text(
         name="drafter-untested",
         says="NVFP4 KV is asked for with {drafter}, and no result with it is on file",
-        why="the runs on file are with DFLASH and without a drafter; another drafter builds its pool and its backend by another path",
-        evidence=f"{_RESULT}; sglang_fp4kv/resolution.py, which refuses it on Triton",
-        help="--speculative-algorithm DFLASH",
+        why="the runs on file are with DFLASH and without a drafter; another drafter builds its pool and its backend by another path, which only the embedded server has run",
+        evidence=f"{_DRAFTERS_TEST}; {_RESULT} is DFLASH's",
+        help="--speculative-algorithm DFLASH, or --allow FP4-035",
     ),
     "FP4-036": Text(
-        name="dflash-on-fp16",
-        says="DFLASH is asked for on a target that runs in float16 (its config says {stored})",
+        name="drafter-on-fp16",
+        says="{drafter} is asked for on a target that runs in float16 (its config says {stored})",
         why="SGLang casts the drafter's input embeddings to BF16; the patch series keeps their dtype, and no run in float16 has shown the rest. A float32 checkpoint runs in float16 too unless --dtype says otherwise",
         evidence="srt/model_executor/model_runner.py and srt/configs/model_config.py @ sglang 0.5.23",
         help="--dtype bfloat16",
@@ -248,5 +249,19 @@ TEXTS = {
         why="such a draft proposes or attends by modules of its own, which no run on file has had",
         evidence="srt/models/dflash.py and srt/speculative/dflash_worker_v2.py @ sglang 0.5.23",
         help="use a DFlash or DFlash2 draft, or --allow FP4-079",
+    ),
+    "FP4-080": Text(
+        name="drafter-not-served",
+        says="NVFP4 KV is asked for with {drafter}, which nobody has run beside it",
+        why="DSPARK commits rows into its pool by a writer of its own, FROZEN_KV_MTP reads the target's K and V by itself, a multi-layer EAGLE has a pool for each of its layers that nothing prices, UNO and others bring workers of their own: each needs its writer or reader for packed rows, its price, and a run like that of the drafters that are served",
+        evidence=f"srt/speculative/spec_info.py @ sglang 0.5.23; {_SERVER}",
+        help="--speculative-algorithm DFLASH",
+    ),
+    "FP4-081": Text(
+        name="ngram-tree-on-pages",
+        says="NGRAM with breadth {width} drafts a tree, and a page is to hold {page} tokens",
+        why="SGLang stops at start: it calls trees of NGRAM on pages of more than one token unstable on every backend but flashinfer",
+        evidence=f"_handle_ngram in {_SPEC_HOOK}",
+        help="--speculative-ngram-max-bfs-breadth 1, or --page-size 1",
     ),
 }

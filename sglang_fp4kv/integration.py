@@ -18,12 +18,13 @@ POOL_CLASS = (
 POOL_SIZES = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
 )
+POOL_CELL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__"
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state"
     ".SchedulerInternalStateController.get_internal_state"
 )
 POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
-HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED)
+HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED, POOL_CELL)
 
 _active = False
 
@@ -54,7 +55,7 @@ def activate():
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KV_CACHE_QUANT_REGISTRY
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_fp4kv import draft_writes, proof, readiness, resolution
+    from sglang_fp4kv import draft_sizing, draft_writes, proof, readiness, resolution
     from sglang_fp4kv.recipe import PackedNVFP4Method
 
     KV_CACHE_QUANT_REGISTRY["nvfp4"] = PackedNVFP4Method
@@ -64,6 +65,7 @@ def activate():
     register_resolution_hook("handle_kv4_compatibility")(resolution.resolve_kv4)
     HookRegistry.register(POOL_CLASS, _pool_class, HookType.AROUND)
     HookRegistry.register(POOL_SIZES, proof.record_budget, HookType.AROUND)
+    HookRegistry.register(POOL_CELL, draft_sizing.price_draft, HookType.AROUND)
     HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
     HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
     HookRegistry.register(INIT_HELPER, draft_writes.note_why_not_fused, HookType.AROUND)

@@ -112,7 +112,10 @@ def report(scheduler):
 
 
 def _draft_runner(scheduler):
-    return getattr(getattr(scheduler, "draft_worker", None), "draft_model_runner", None)
+    """The runner of the drafter's model; None without a drafter and for NGRAM, which has no model."""
+    worker = getattr(scheduler, "draft_worker", None)
+    runners = worker.weight_update_runners() if worker is not None else []
+    return runners[0][1] if runners else None
 
 
 def require_active(scheduler):

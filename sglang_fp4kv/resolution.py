@@ -13,14 +13,15 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
     use_mla_backend,
 )
+from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from sglang_fp4kv import formats
-from sglang_fp4kv.served import BACKEND, DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES
+from sglang_fp4kv.served import (
+    BACKEND, DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-PROVEN_DRAFTERS = ("DFLASH",)
 
 
 def uses_packed_read(cfg):
@@ -69,13 +70,25 @@ def plan_post_capture_sizing(original, server_args):
     return original(server_args)
 
 
+def _drafter(cfg):
+    """The drafter as SGLang will resolve it (later than these steps): EAGLE for NEXTN, FROZEN_KV_MTP for
+    a draft that reads the target's own K and V."""
+    if cfg.speculative_algorithm is None:
+        return None
+    return _resolve_speculative_algorithm_alias(
+        cfg.speculative_algorithm.upper(),
+        cfg.speculative_draft_model_path,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+
+
 def unproven(server_args):
     """Sentences naming what is asked for and not served together with packed NVFP4 KV."""
     cfg = resolving_view(server_args)
     if use_mla_backend(server_args):
         return ["an MLA model"]
     model = model_config_of(server_args)
-    drafter = cfg.speculative_algorithm.upper() if cfg.speculative_algorithm else None
+    drafter = _drafter(cfg)
     head_dim, v_head_dim = model.head_dim, model.v_head_dim
     asked = {
         "--enable-unified-memory": cfg.enable_unified_memory,
@@ -93,9 +106,9 @@ def unproven(server_args):
         "--enable-deterministic-inference": cfg.enable_deterministic_inference,
         # A mixed batch sends decodes through prefill, which reads their own K and V in BF16.
         "--enable-mixed-chunk": cfg.enable_mixed_chunk,
-        f"--speculative-algorithm {drafter}": drafter is not None
-        and drafter not in PROVEN_DRAFTERS,
-        f"DFLASH on a {model.dtype} target": drafter == "DFLASH"
+        f"--speculative-algorithm {drafter}": drafter not in (None, *DRAFTERS),
+        "--enable-multi-layer-eagle": cfg.enable_multi_layer_eagle,
+        f"{drafter} on a {model.dtype} target": drafter not in (None, *DRAFTERS_WITHOUT_MODEL)
         and str(model.dtype) == "torch.float16",
         "a sliding-window KV pool": model.is_hybrid_swa,
         "a model with recurrent (linear-attention) layers": mambaish_config(model) is not None,
@@ -121,7 +134,7 @@ def resolve_kv4(server_args, previous):
     refused = unproven(server_args)
     if refused:
         raise ValueError("NVFP4 KV on Triton does not serve " + "; nor ".join(refused))
-    if cfg.speculative_algorithm is None:
+    if _drafter(cfg) in (None, *DRAFTERS_WITHOUT_MODEL):
         return
     dtype = cfg.speculative_draft_kv_cache_dtype
     if dtype is None:

@@ -16,6 +16,9 @@ SEAMS = {
     "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": ("server_args",),
     "sglang.srt.arg_groups.kv_cache_hook.handle_nvfp4_prefill_kv_dequant_dtype": ("server_args",),
     "sglang.srt.arg_groups.kv_cache_hook.handle_kv4_compatibility": ("server_args",),
+    "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias": (
+        "speculative_algorithm", "speculative_draft_model_path", "trust_remote_code", "kwargs",
+    ),
     "sglang.srt.layers.attention.attention_registry.create_triton_backend": ("runner",),
     "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS": None,
     "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.forward_extend": (
@@ -53,9 +56,11 @@ SEAMS = {
     ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": ("self",),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc": ("loc_info",),
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ("self", "kvc"),
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": (
         "self", "available_bytes", "page_size",
     ),
+    "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.weight_update_runners": ("self",),
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     ".get_internal_state": ("self", "recv_req"),
     "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy": ("attn_backend",),

@@ -58,15 +58,15 @@ def test_selected_platform():
         "print(json.dumps([type(p).__name__, p.is_out_of_tree(), p.device_type,"
         " p.capabilities.supports_triton, p.get_dispatch_key_name(),"
         " p.get_default_attention_backend(), p.supports_speculative_algorithm('DFLASH'),"
-        " p.supports_speculative_algorithm('EAGLE'),"
-        " p.supports_speculative_draft_attention_backend('DFLASH', 'triton'),"
+        " p.supports_speculative_algorithm('EAGLE3'), p.supports_speculative_algorithm('DSPARK'),"
+        " p.supports_speculative_draft_attention_backend('EAGLE3', 'triton'),"
         " p.supports_speculative_draft_attention_backend('DFLASH', 'flashinfer'),"
         " interpreter_fixes.is_applied()]))",
         **embedded_env(),
     )
     assert json.loads(done.stdout.splitlines()[-1]) == [
         *("EmbeddedPlatform", True, "cpu", True, "native", "triton"),
-        *(True, False, True, False, True),
+        *(True, True, False, True, False, True),
     ], done.stderr
 
 

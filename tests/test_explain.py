@@ -100,7 +100,7 @@ def test_an_explanation_reads_as_written(monkeypatch):
         ("FP4-001", None),
         ("FP4-017", "fails"),
         ("FP4-026", "untested: --allow FP4-026 starts it all the same"),
-        ("FP4-035", "untested, and refused in the server too"),
+        ("FP4-080", "untested, and refused in the server too"),
     ],
 )
 def test_the_status_of_a_launch_rule(run, id, status):

@@ -187,7 +187,7 @@ def test_untested_is_allowed_by_its_id_alone(tmp_path):
     ("id", "message"),
     [
         ("FP4-017", "--allow FP4-017: it fails, so it cannot be allowed; what can be: FP4-010, FP4-026"),
-        ("FP4-035", "--allow FP4-035: it cannot be allowed: it is refused in the server too until"),
+        ("FP4-080", "--allow FP4-080: it cannot be allowed: it is refused in the server too until"),
         ("FP4-001", "--allow FP4-001: it is no rule about launches"),
         ("all", "--allow all: it is no rule about launches"),
     ],

@@ -147,13 +147,21 @@ def test_a_copy_of_another_length_is_refused(pool, device):
         pool.load_cpu_copy(copy, torch.tensor([1, 2, 3], device=device))
 
 
-def test_moved_slots_take_their_scales_along(pool, device):
-    pool.use_native_move_kv_cache = True
-    k, v = rows(2, device)
-    source, target = torch.tensor([1, 2], device=device), torch.tensor([20, 21], device=device)
-    pool.set_kv_buffer(layer(2), source, k, v)
+@pytest.mark.parametrize("native", [True, False])
+def test_moved_slots_take_their_scales_along(recipe_class, device, native):
+    """As after a tree verify: rows move to the front of their block, over each other, and one stays."""
+    recipe = packed_recipe(recipe_class, device)
+    pool = build_pool(recipe, device, enable_kv_cache_copy=True)  # as SGLang builds it with a drafter
+    pool.use_native_move_kv_cache = native
+    k, v = rows(8, device)
+    for layer_id in range(LAYERS):
+        pool.set_kv_buffer(layer(layer_id), torch.arange(20, 28, device=device), k, v)
+    source, target = (torch.tensor(x, device=device) for x in ([20, 22, 23, 27], [20, 21, 22, 23]))
     pool.move_kv_cache(target, source)
-    assert torch.equal(decoded(pool, 2, target)[1], expected(v, 0.0625))
+    moved = source - 20
+    for layer_id in range(LAYERS):
+        got = decoded(pool, layer_id, target)
+        assert torch.equal(got[0], expected(k[moved], 0.5)) and torch.equal(got[1], expected(v[moved], 0.0625))
 
 
 def test_what_the_pool_cannot_hold_is_refused(recipe_class, device):

@@ -31,9 +31,8 @@ def scheduler(pool, kv_cache_dtype="nvfp4", draft_pool=None):
         decode_attention_backend=None,
     )
     backend = SimpleNamespace()
-    draft = draft_pool and SimpleNamespace(
-        draft_model_runner=SimpleNamespace(token_to_kv_pool=draft_pool, attn_backend=backend)
-    )
+    draft_runner = SimpleNamespace(token_to_kv_pool=draft_pool, attn_backend=backend)
+    draft = draft_pool and SimpleNamespace(weight_update_runners=lambda: [("draft", draft_runner)])
     runner = SimpleNamespace(token_to_kv_pool=pool, attn_backend=backend)
     return SimpleNamespace(
         server_args=args,

@@ -1,10 +1,12 @@
 """How NVFP4 with Triton resolves, with SGLang's argument record replaced by a plain one."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 MODEL = {"head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False}
 ARGS = {
@@ -15,6 +17,9 @@ ARGS = {
     "prefill_kv_cache_dequant_dtype": "auto",
     "speculative_algorithm": None,
     "speculative_draft_kv_cache_dtype": None,
+    "speculative_draft_model_path": None,
+    "enable_multi_layer_eagle": False,
+    "trust_remote_code": False,
     "enable_unified_memory": False,
     "enable_page_major_kv_layout": False,
     "disaggregation_mode": "null",
@@ -84,6 +89,25 @@ def test_the_drafters_dtype_defaults_to_fp8_and_bf16_may_be_asked_for(resolve):
         assert resolve(**asked) == ({}, [])
 
 
+@pytest.mark.parametrize("drafter", ["EAGLE", "eagle3", "NEXTN", "STANDALONE"])
+def test_every_draft_model_gets_a_plain_pool(resolve, drafter):
+    assert resolve(speculative_algorithm=drafter)[0] == {"speculative_draft_kv_cache_dtype": "fp8_e4m3"}
+    with pytest.raises(ValueError, match="draft-kv-cache-dtype=nvfp4 next to NVFP4 KV must be one"):
+        resolve(speculative_algorithm=drafter, speculative_draft_kv_cache_dtype="nvfp4")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ngram_has_no_pool_of_its_own(resolve, dtype):
+    assert resolve({"dtype": str(dtype)}, speculative_algorithm="ngram") == ({}, [])
+
+
+def test_a_draft_that_reads_the_targets_own_keys_is_refused(resolve, tmp_path):
+    config = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="does not serve --speculative-algorithm FROZEN_KV_MTP"):
+        resolve(speculative_algorithm="NEXTN", speculative_draft_model_path=str(tmp_path))
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2", "nvfp4"])
 def test_another_draft_dtype_is_refused(resolve, dtype):
     with pytest.raises(ValueError, match=f"draft-kv-cache-dtype={dtype} next to NVFP4 KV must be one"):
@@ -116,8 +140,9 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"dcp_size": 2}, "--dcp-size 2"),
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
-        ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3"),
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        ({"speculative_algorithm": "dspark"}, "--speculative-algorithm DSPARK"),
+        ({"speculative_algorithm": "FROZEN_KV_MTP"}, "--speculative-algorithm FROZEN_KV_MTP"),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"mla": True}, "an MLA model"),
         ({"model": {"is_hybrid_swa": True}}, "a sliding-window KV pool"),
         ({"recurrent": True}, r"a model with recurrent \(linear-attention\) layers"),
@@ -126,6 +151,10 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         (
             {"speculative_algorithm": "DFLASH", "model": {"dtype": "torch.float16"}},
             "DFLASH on a torch.float16 target",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "model": {"dtype": "torch.float16"}},
+            "EAGLE on a torch.float16 target",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,11 @@ CASES = {
     "FP4-077": drafted(draft=dflash2() | {"architectures": ["DFlashDraftModel"]}),
     "FP4-078": drafted("--speculative-draft-window-size", "4"),
     "FP4-079": drafted(draft={"projector_type": "domino"}),
+    "FP4-080": {"flags": [*NVFP4, "--speculative-algorithm", "DSPARK"]},
+    "FP4-081": {
+        "flags": [*NVFP4, "--speculative-algorithm", "NGRAM", "--page-size", "16"],
+        "with": ["FP4-034", "FP4-035"],
+    },
 }  # fmt: skip
 
 
@@ -156,12 +162,13 @@ def test_the_flags_in_a_help_pass_the_rules(tmp_path, fire, id):
         return
     case = dict(CASES[id])
     case["flags"] = _without(case["flags"], drop)
-    if id in ("FP4-034", "FP4-035"):  # NGRAM has no draft model; DFLASH needs one
+    if id in ("FP4-034", "FP4-035", "FP4-080"):  # NGRAM has no draft model; DFLASH needs one
         case["flags"] = NVFP4
     for flags in add or [""]:
         left = found(tmp_path, case, shlex.split(flags))
         assert id not in [r.id for r in left]
-        assert [r.id for r in left] in ([], ["FP4-026"], ["FP4-027"])
+        known = [r.id for r in left if r.id not in CASES[id].get("with", ())]
+        assert known in ([], ["FP4-026"], ["FP4-027"])
 
 
 def _without(words, names):
@@ -235,9 +242,71 @@ def test_other_drafters_are_untested(tmp_path, drafter):
     assert drafter.upper() in only.says
 
 
-def test_ngram_without_a_tree_is_as_untested_as_the_others(tmp_path):
-    flags = [*NVFP4, "--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
-    assert [r.id for r in judge(launch(tmp_path, flags))] == ["FP4-035"]
+TREES = [
+    ("NGRAM", ["--speculative-ngram-max-bfs-breadth", "4"], "NGRAM with a width of 4"),
+    ("NGRAM", [], "NGRAM with a width of 10"),  # SGLang's default
+    ("EAGLE3", ["--speculative-eagle-topk", "2"], "EAGLE3 with a width of 2"),
+]
+CHAINS = [
+    ("NGRAM", ["--speculative-ngram-max-bfs-breadth", "1"]), ("EAGLE3", ["--speculative-eagle-topk", "1"]),
+    ("EAGLE", []), ("STANDALONE", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("drafter", "flags", "says"), TREES)
+def test_a_tree_is_told_from_a_chain(tmp_path, drafter, flags, says):
+    found = judge(launch(tmp_path, [*NVFP4, "--speculative-algorithm", drafter, *flags]))
+    assert [r.id for r in found] == ["FP4-034", "FP4-035"] and says in found[0].says
+
+
+@pytest.mark.parametrize(("drafter", "flags"), CHAINS)
+def test_a_chain_is_no_tree(tmp_path, drafter, flags):
+    found = judge(launch(tmp_path, [*NVFP4, "--speculative-algorithm", drafter, *flags]))
+    assert [r.id for r in found] == ["FP4-035"]
+
+
+def test_a_llama_target_has_trees_by_default(tmp_path):
+    for drafter, ids in (("EAGLE3", ["FP4-034", "FP4-035"]), ("STANDALONE", ["FP4-035"])):
+        flags = [*NVFP4, "--speculative-algorithm", drafter]
+        assert [r.id for r in judge(launch(tmp_path, flags, target={"architectures": ["LlamaForCausalLM"]}))] == ids
+
+
+@pytest.mark.parametrize("drafter", ["NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
+def test_the_embedded_server_has_run_every_drafter(tmp_path, drafter):
+    flags = [*NVFP4, "--speculative-algorithm", drafter, "--device", "cpu"]
+    assert judge(launch(tmp_path, flags, on=machine(NO_GPU))) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--speculative-algorithm", "FROZEN_KV_MTP"], "FROZEN_KV_MTP"),
+        (["--speculative-algorithm", "UNO"], "UNO"),
+        (["--speculative-algorithm", "EAGLE", "--enable-multi-layer-eagle"], "a multi-layer EAGLE"),
+    ],
+)
+def test_drafters_that_are_not_served_cannot_be_allowed(tmp_path, flags, shown):
+    found = {r.id: r for r in judge(launch(tmp_path, [*NVFP4, *flags, "--device", "cpu"]))}
+    assert list(found) == ["FP4-080"] and shown in found["FP4-080"].says
+    assert not RULES["FP4-080"].allowable
+
+
+def test_a_drafter_inside_the_target_is_priced_by_its_own_layers(tmp_path):
+    row = 2 * 64 * 2  # one FP8 layer, K and V, of the launches' models
+    cases = [
+        (["--speculative-algorithm", "NGRAM"], {}, 0),
+        (["--speculative-algorithm", "EAGLE3"], {}, row),
+        (["--speculative-algorithm", "NEXTN"], {"draft": {"num_nextn_predict_layers": 2}}, 2 * row),
+        (["--speculative-algorithm", "STANDALONE"], {"draft": {"num_hidden_layers": 3}}, 3 * row),
+    ]
+    for flags, folders, draft in cases:
+        assert memory(launch(tmp_path, [*NVFP4, *flags], **folders)).draft_cell == draft, flags
+    inside = launch(tmp_path, [*NVFP4, "--speculative-algorithm", "NEXTN"], weights=(GIB, GIB))
+    inside.flags.speculative_draft_model_path = None
+    inside = replace(inside, draft=None)
+    assert (memory(inside).draft_cell, memory(inside).weights) == (row, GIB)
+    beside = launch(tmp_path, [*NVFP4, "--speculative-algorithm", "STANDALONE"], weights=(GIB, GIB))
+    assert memory(replace(beside, draft=beside.target)).weights == 2 * GIB
 
 
 @pytest.mark.parametrize(
@@ -373,8 +442,8 @@ def test_only_what_has_no_result_is_untested():
     assert {rule.status for rule in RULES.values()} == {FAILS, UNTESTED}
     allowable = [id for id, rule in RULES.items() if rule.allowable]
     assert allowable == [
-        "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-058", "FP4-061", "FP4-063",
-        "FP4-079",
+        "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-034", "FP4-035", "FP4-058",
+        "FP4-061", "FP4-063", "FP4-079",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

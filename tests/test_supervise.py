@@ -217,7 +217,7 @@ def test_every_replica_has_to_report():
 
 def test_a_drafter_that_was_not_asked_for_is_a_difference():
     plain = judge(DRAFTED[:6], machine=Machine()).launch
-    assert differences(plain, [{"fp4kv": REPORT}]) == [f"no drafter was judged, {DRAFT_POOL} is reported"]
+    assert differences(plain, [{"fp4kv": REPORT}]) == [f"no drafter's pool was judged, {DRAFT_POOL} is reported"]
 
 
 def test_only_fp4_is_held_back_and_only_where_http_is_served():

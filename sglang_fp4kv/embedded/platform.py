@@ -14,6 +14,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_fp4kv.embedded import hooks, interpreter_fixes
+from sglang_fp4kv.served import DRAFTERS
 
 
 class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
@@ -31,7 +32,7 @@ class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
         interpreter_fixes.apply()
         hooks.install()
 
-    # Attention and speculation: Triton, and the one algorithm this kit is about.
+    # Attention and speculation: Triton, and the drafters that the kit serves.
 
     def get_default_attention_backend(self) -> str:
         return "triton"
@@ -40,10 +41,10 @@ class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
         return "triton"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == "DFLASH"
+        return algorithm in DRAFTERS
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
-        return algorithm == "DFLASH" and backend == "triton"
+        return algorithm in DRAFTERS and backend == "triton"
 
     def get_speculative_cache_locs_fn(self):
         return speculative_cache_locs

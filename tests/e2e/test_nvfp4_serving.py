@@ -53,8 +53,7 @@ def prompts():
     return load_prompts(PAIR / "prompts.json", PAIR / "target")
 
 
-@pytest.fixture(scope="module")
-def unsure():
+def unsure_prompts():
     """Prompts of random tokens. The trained model is sure of its own tasks by 6 nats or more, so
     small errors cannot change its answers there; on these its two best tokens often tie."""
     seeded = random.Random(5)
@@ -63,6 +62,11 @@ def unsure():
         {"name": f"unsure {i}", "input_ids": [seeded.randrange(16, 700) for _ in range(length)]}
         for i, length in enumerate(lengths)
     ]
+
+
+@pytest.fixture(scope="module")
+def unsure():
+    return unsure_prompts()
 
 
 def ask_unsure(server, unsure, **options):

@@ -14,7 +14,12 @@ FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CU
 
 FP4KV_MISREAD names a file with one word, read at every layer: how the readers deliberately misread the pool.
 "k-scales-for-v" and "next-slot" (the scales of the neighbouring slot) are all readers', with
-"verify-" in front verify's alone; anything else, or no file, reads as it should.
+"verify-" in front verify's alone; "verify-without-mask" lets every node of a draft tree see its whole
+block up to itself; "move-without-scales" leaves the block scales behind when accepted rows move. Anything
+else, or no file, reads and moves as it should.
+
+FP4KV_MOVES names a file that gets a line for every call of the target pool's move_kv_cache: how many
+rows it took to another slot.
 
 FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
 
@@ -34,6 +39,7 @@ import os
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+EAGLE_TREE = "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input"
 BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 
 
@@ -59,6 +65,7 @@ def activate():
             ("_maybe_build_draft_sampler", lambda worker: None, HookType.REPLACE),
         ):
             HookRegistry.register(f"{WORKER}.{name}", hook, kind)
+        HookRegistry.register(EAGLE_TREE, oracle.plant, HookType.AROUND)
     budget = os.environ.get("FP4KV_KV_BUDGET_BYTES")
     if budget:
         HookRegistry.register(BUDGET, functools.partial(_budget, int(budget)), HookType.REPLACE)
@@ -82,6 +89,8 @@ def activate():
         HookRegistry.register(helper, functools.partial(_fail_once_there, fused), HookType.BEFORE)
     if os.environ.get("FP4KV_MISREAD"):
         misread_as_told(os.environ["FP4KV_MISREAD"])
+    if os.environ.get("FP4KV_MOVES"):
+        write_down_moves(os.environ["FP4KV_MOVES"])
 
 
 def misread(layer, how):
@@ -98,21 +107,46 @@ def misread_as_told(file):
     """Lets the readers of sglang_fp4kv.attention misread what ``file`` says."""
     from sglang_fp4kv.attention import TritonAttnBackend
 
+    from sglang_fp4kv.pool import NVFP4TokenToKVPool
+
     def told():
         return open(file).read().strip() if os.path.exists(file) else ""
 
     right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
+    move = NVFP4TokenToKVPool.move_kv_cache
 
     def pool_layer(backend, layer):
         return misread(right(backend, layer), told())
 
     def attend_block(backend, q, k, v, out, pool, *rest):
         how = told()
-        if how.startswith("verify-"):
+        if how == "verify-without-mask":
+            rest = [*rest[:-1], {**rest[-1], "custom_mask": None, "mask_indptr": None}]
+        elif how.startswith("verify-"):
             pool = misread(pool, how.removeprefix("verify-"))
         return block(backend, q, k, v, out, pool, *rest)
 
+    def move_kv_cache(pool, target, source):
+        if told() != "move-without-scales":
+            return move(pool, target, source)
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[target] = buffer[source]
+
     TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block = pool_layer, attend_block
+    NVFP4TokenToKVPool.move_kv_cache = move_kv_cache
+
+
+def write_down_moves(file):
+    from sglang_fp4kv.pool import NVFP4TokenToKVPool
+
+    move = NVFP4TokenToKVPool.move_kv_cache
+
+    def move_kv_cache(pool, target, source):
+        with open(file, "a") as lines:
+            print(int((target != source).sum()), file=lines)
+        return move(pool, target, source)
+
+    NVFP4TokenToKVPool.move_kv_cache = move_kv_cache
 
 
 def _write_fused(original, worker, *args, **kwargs):
@@ -163,3 +197,21 @@ class Oracle:
             known = sequence[anchor + 1 : anchor + 1 + len(row)]
             row[: len(known)] = drafts.new_tensor(known)
         return drafts
+
+    def plant(self, original, batch, draft_input, parents, kept, drafts, *args, topk, **kwargs):
+        """EAGLE: the recorded tokens along the longest branch of the tree, the last of several, so that
+        accepted rows seldom stand at the front of their block."""
+        drafts = drafts.clone()
+        lists = (x.tolist() for x in (batch.seq_lens, parents, kept))
+        # Under a CUDA graph the tensors may have rows of padding behind those of the batch.
+        rows = zip(batch.reqs, *lists, drafts, strict=False)
+        for request, anchor, followed, candidates, row in rows:
+            known = self.answers.get(tuple(request.origin_input_ids), [])[anchor + 1 :]
+            paths = []  # the nodes down to each one; parents stand before their children
+            for node, candidate in enumerate(candidates):
+                above = paths[candidates.index(followed[candidate // topk])] if candidate // topk else []
+                paths.append([*above, node])
+            longest = max(reversed(paths), key=len)
+            for node, token in zip(longest, known, strict=False):
+                row[node] = token
+        return original(batch, draft_input, parents, kept, drafts, *args, topk=topk, **kwargs)

@@ -150,6 +150,31 @@ def test_record_stream_does_nothing_on_a_cpu(monkeypatch):
     torch.zeros(1).record_stream(None)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_rank_is_bound_to_cores(device):
+    assert hooks.leave_threads_unbound(device=device) is None
+
+
+class Ranks:
+    """A stand-in for a group of two ranks, the other of which holds what this one does plus 10."""
+
+    def _all_gather_into_tensor(self, output, input):
+        output.copy_(torch.cat((input, input + 10)))
+
+
+def test_all_gather_needs_no_kernel_for_the_cpu():
+    output = torch.zeros(4)
+    hooks.all_gather_on_cpu(None, Ranks(), output, torch.tensor([1.0, 2.0]))
+    assert output.tolist() == [1, 2, 11, 12]
+
+
+def test_all_gather_elsewhere_is_the_stock_one():
+    seen = []
+    elsewhere = torch.zeros(2, device="meta")
+    hooks.all_gather_on_cpu(lambda *arguments: seen.append(arguments), "group", "output", elsewhere)
+    assert seen == [("group", "output", elsewhere)]
+
+
 def test_tiles_keep_their_head_dim_blocks():
     assert hooks.large_tiles((64, 0, 64, 64, 64, 4), Lq=64, Lv=64) == (64, 0, 64, 128, 256, 4)
 

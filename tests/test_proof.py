@@ -80,3 +80,16 @@ def test_the_budget_is_what_sglang_divided(proof, monkeypatch):
     assert proof._budget == {
         "available_bytes": 57600, "page_size": 16, "bytes_per_token": 576, "tokens": 96,
     }  # fmt: skip
+
+
+def test_the_rank_that_answers_reports_for_all(proof, monkeypatch):
+    monkeypatch.setattr(proof, "_ranks", [])
+    own = proof.report(scheduler(OtherPool()))
+    assert "ranks" not in own
+    other = {**own, "max_total_num_tokens": 8}
+    group = SimpleNamespace(world_size=1)
+    proof.gather_ranks(group, own)
+    assert "ranks" not in proof.report(scheduler(OtherPool()))
+    group = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, other])
+    proof.gather_ranks(group, own)
+    assert proof.report(scheduler(OtherPool())) == {**own, "ranks": [own, other]}

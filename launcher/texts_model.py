@@ -51,10 +51,10 @@ TEXTS = {
         help=_FP8,
     ),
     "FP4-042": Text(
-        name="kv-heads-not-divisible",
-        says="{heads} KV heads cannot be divided by tensor parallel {tp}",
-        why="SGLang then keeps max(1, heads // tp) a GPU, so heads are dropped or held twice and the bytes of a token are not those of the plan",
-        evidence="get_num_kv_heads in srt/configs/model_config.py @ sglang 0.5.23",
+        name="heads-not-divisible",
+        says="{heads} {kind} heads cannot be divided evenly by tensor parallel {tp}",
+        why="query heads are split over the GPUs, and KV heads are split or, where there are fewer than GPUs, copied; with a remainder SGLang stops while it builds the model, or drops heads",
+        evidence="get_num_kv_heads in srt/configs/model_config.py and srt/models/qwen3.py @ sglang 0.5.23",
         help=_FP8,
     ),
     "FP4-043": Text(

@@ -352,6 +352,32 @@ def test_sglangs_own_nvfp4_is_untested_where_it_starts(tmp_path, flags, gpu, exp
     assert [r.id for r in refusals] == expected
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "tp", "named"),
+    [
+        ({}, {}, 2, None), ({}, {}, 4, None),  # 2 KV heads: one each, then copied
+        ({}, {}, 3, "2 KV heads"), ({}, {}, 8, "4 query heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, {}, 4, "6 KV heads"),
+        ({"num_attention_heads": 28, "num_key_value_heads": 4}, {}, 8, "28 query heads"),
+        ({"num_attention_heads": 48, "num_key_value_heads": 8}, {"num_attention_heads": 8}, 8, None),
+        ({}, {"num_attention_heads": 3, "num_key_value_heads": 1}, 2, "3 query heads"),
+    ],
+)  # fmt: skip
+def test_heads_are_split_or_copied_evenly(tmp_path, target, draft, tp, named):
+    flags = [*NVFP4, *DFLASH, "--tp-size", str(tp), "--device", "cpu"]
+    left = judge(launch(tmp_path, flags, target=target, draft=draft))
+    assert [r.id for r in left] == (["FP4-042"] if named else [])
+    if named:
+        assert left[0].says == f"{named} cannot be divided evenly by tensor parallel {tp}"
+
+
+def test_ranks_on_a_cpu_are_tested_and_other_splits_are_not(tmp_path):
+    on_cpu = [*NVFP4, "--device", "cpu"]
+    assert judge(launch(tmp_path, [*on_cpu, "--tp-size", "2"])) == []
+    (found,) = judge(launch(tmp_path, [*on_cpu, "--tp-size", "2", "--pp-size", "2"]))
+    assert found.id == "FP4-027" and "--pp-size 2" in found.asked and "tp-size" not in found.asked
+
+
 def test_nothing_asked_is_told_as_the_default(tmp_path):
     (only,) = judge(launch(tmp_path, ["--kv-cache-dtype", "nvfp4"], on=machine("sm_100")))
     assert "prefill on SGLang's default and decode on SGLang's default" in only.says

@@ -61,8 +61,7 @@ def report(scheduler):
     """A JSON-able description of the pools, recipe and backends that ``scheduler`` serves with.
 
     Keys: version, target, draft (None without a drafter), budget (the sizing that chose the number
-    of tokens), max_total_num_tokens. Bytes are bytes on this GPU. With NVFP4 KV and tensor parallelism
-    also ranks: what each rank reported at its start, this one included, in rank order.
+    of tokens), max_total_num_tokens. Bytes are bytes on this GPU.
     """
     from sglang_fp4kv.pool import find_packed_pool
 
@@ -92,14 +91,13 @@ def report(scheduler):
             **_pool_report(draft_runner.token_to_kv_pool),
             "backend": _backend_report(draft_runner),
         }
-    found = {
+    return {
         "version": __version__,
         "target": target,
         "draft": draft,
         "budget": dict(_budget),
         "max_total_num_tokens": scheduler.max_total_num_tokens,
     }
-    return found | {"ranks": list(_ranks)} if _ranks else found
 
 
 def _draft_runner(scheduler):
@@ -165,6 +163,11 @@ def gather_ranks(tp_group, own):
 
 
 def add_report(output, controller, recv_req):
-    """Adds the report to the scheduler's answer to GET /server_info."""
-    output.internal_state["fp4kv"] = report(controller.scheduler)
+    """Adds the report to the scheduler's answer to GET /server_info.
+
+    With NVFP4 KV and tensor parallelism it has one more key, ranks: what each rank reported at its start,
+    the one that answers included, in rank order.
+    """
+    ranks = {"ranks": list(_ranks)} if _ranks else {}
+    output.internal_state["fp4kv"] = report(controller.scheduler) | ranks
     return output

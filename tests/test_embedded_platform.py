@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_fp4kv import embedded
-from sglang_fp4kv.embedded import hooks
+from sglang_fp4kv.embedded import hooks, ranks
 from sglang_fp4kv.embedded.environment import embedded_env, embedded_flags, embedded_reasons
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +152,12 @@ def test_record_stream_does_nothing_on_a_cpu(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_rank_is_bound_to_cores(device):
-    assert hooks.leave_threads_unbound(device=device) is None
+    assert ranks.leave_threads_unbound(device=device) is None
+
+
+def test_heads_are_copied_to_ranks_and_not_padded():
+    config = object()
+    assert ranks.keep_heads(config, None, 4) is config
 
 
 class Ranks:
@@ -164,14 +169,14 @@ class Ranks:
 
 def test_all_gather_needs_no_kernel_for_the_cpu():
     output = torch.zeros(4)
-    hooks.all_gather_on_cpu(None, Ranks(), output, torch.tensor([1.0, 2.0]))
+    ranks.all_gather_on_cpu(None, Ranks(), output, torch.tensor([1.0, 2.0]))
     assert output.tolist() == [1, 2, 11, 12]
 
 
 def test_all_gather_elsewhere_is_the_stock_one():
     seen = []
     elsewhere = torch.zeros(2, device="meta")
-    hooks.all_gather_on_cpu(lambda *arguments: seen.append(arguments), "group", "output", elsewhere)
+    ranks.all_gather_on_cpu(lambda *arguments: seen.append(arguments), "group", "output", elsewhere)
     assert seen == [("group", "output", elsewhere)]
 
 

@@ -84,12 +84,16 @@ def test_the_budget_is_what_sglang_divided(proof, monkeypatch):
 
 def test_the_rank_that_answers_reports_for_all(proof, monkeypatch):
     monkeypatch.setattr(proof, "_ranks", [])
-    own = proof.report(scheduler(OtherPool()))
-    assert "ranks" not in own
+    answering = scheduler(OtherPool())
+
+    def answer():
+        output = SimpleNamespace(internal_state={})
+        return proof.add_report(output, SimpleNamespace(scheduler=answering), None).internal_state["fp4kv"]
+
+    own = proof.report(answering)
     other = {**own, "max_total_num_tokens": 8}
-    group = SimpleNamespace(world_size=1)
-    proof.gather_ranks(group, own)
-    assert "ranks" not in proof.report(scheduler(OtherPool()))
+    proof.gather_ranks(SimpleNamespace(world_size=1), own)
+    assert answer() == own
     group = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, other])
     proof.gather_ranks(group, own)
-    assert proof.report(scheduler(OtherPool())) == {**own, "ranks": [own, other]}
+    assert answer() == {**own, "ranks": [own, other]}

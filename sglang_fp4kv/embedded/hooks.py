@@ -7,6 +7,8 @@ after the weights are loaded, so a hook that SGLang failed to apply stops the se
 
 import torch
 
+from sglang_fp4kv.embedded import ranks
+
 BLOCK_SCALED_POOL = "the block-scaled (fp4 / mxfp8) KV pool"
 
 _REJECT = "sglang.srt.platforms.interface.reject_out_of_tree_path"
@@ -14,9 +16,7 @@ _IS_FP4 = "sglang.srt.utils.common.is_float4_e2m1fn_x2"
 _TILES = (
     "sglang.kernels.ops.attention.extend_attention._get_block_sizes_for_extend_attention"
 )
-_BIND = "sglang.srt.distributed.bootstrap._bind_threads_if_cpu"
-_GATHER = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
-TARGETS = (_REJECT, _IS_FP4, _TILES, _BIND, _GATHER)
+TARGETS = (_REJECT, _IS_FP4, _TILES, *ranks.TARGETS)
 
 # Query rows and keys of one tile. A tile costs the interpreter milliseconds, whatever its size:
 # 600 new tokens on 300 take 0.23 s a layer instead of 0.75 s with the 64 x 64 of an unknown GPU.
@@ -30,8 +30,7 @@ def install() -> None:
     HookRegistry.register(_REJECT, allow_block_scaled_pool, HookType.AROUND)
     HookRegistry.register(_IS_FP4, is_float4_e2m1fn_x2, HookType.REPLACE)
     HookRegistry.register(_TILES, large_tiles, HookType.AFTER)
-    HookRegistry.register(_BIND, leave_threads_unbound, HookType.REPLACE)
-    HookRegistry.register(_GATHER, all_gather_on_cpu, HookType.AROUND)
+    ranks.install(HookRegistry, HookType)
 
 
 def require_active() -> None:
@@ -84,26 +83,6 @@ def is_float4_e2m1fn_x2(dtype) -> bool:
 def large_tiles(block_sizes: tuple, *args, **kwargs) -> tuple:
     """Large query and key tiles for SGLang's extend kernel; head-dim blocks as they were."""
     return (*block_sizes[:3], _TILE_ROWS, _TILE_KEYS, block_sizes[-1])
-
-
-def leave_threads_unbound(*, device: str) -> None:
-    """No CPU cores for a rank of its own: a rank has one thread (environment.py), wherever it runs.
-
-    The stock function wants a NUMA node for every rank and stops with tensor parallel above their number.
-    """
-
-
-def all_gather_on_cpu(original, group, output: torch.Tensor, input: torch.Tensor) -> None:
-    """Gathers ``input`` of every rank into ``output``, in rank order, along the first dimension.
-
-    The stock method goes through the op sglang::reg_all_gather_into_tensor, which is registered for the
-    device of an out-of-tree platform (PrivateUse1) and has no kernel for a CPU tensor. What the op does
-    inside, a collective of the process group, runs with gloo as well.
-    """
-    if input.is_cpu:
-        group._all_gather_into_tensor(output, input)
-    else:
-        original(group, output, input)
 
 
 def use_plain_qk_norm_rope(model: torch.nn.Module) -> int:

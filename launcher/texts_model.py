@@ -61,7 +61,7 @@ TEXTS = {
         name="kv-scales-unusable",
         says="{path} holds {scales}",
         why="a KV scale multiplies whatever is read, so it must be finite and above zero; SGLang writes 1.0 where a checkpoint has none, so exactly 1.0 cannot be told from a scale that was lost",
-        evidence="sglang_fp4kv/scales.py; srt/layers/quantization/kv_cache.py @ sglang 0.5.23",
+        evidence="sglang_fp4kv/checkpoint_scales.py; srt/layers/quantization/kv_cache.py @ sglang 0.5.23",
         help=_FP8,
     ),
     "FP4-044": Text(

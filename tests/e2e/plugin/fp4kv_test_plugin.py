@@ -17,6 +17,8 @@ FP4KV_MISREAD names a file with one word, read at every layer: how the readers d
 "verify-" in front verify's alone; anything else, or no file, reads as it should.
 
 FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
+FP4KV_OTHER_HEADS names a file: while it exists, every tensor-parallel rank keeps and reads the K and V heads
+of the next rank instead of its own.
 
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
@@ -74,6 +76,8 @@ def activate():
         TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
     if os.environ.get("FP4KV_MISREAD"):
         misread_as_told(os.environ["FP4KV_MISREAD"])
+    if os.environ.get("FP4KV_OTHER_HEADS"):
+        take_other_heads_while_there_is(os.environ["FP4KV_OTHER_HEADS"])
 
 
 def misread(layer, how):
@@ -105,6 +109,29 @@ def misread_as_told(file):
         return block(backend, q, k, v, out, pool, *rest)
 
     TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block = pool_layer, attend_block
+
+
+def take_other_heads_while_there_is(file):
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_fp4kv.attention import TritonAttnBackend
+
+    def next_ranks(x):
+        group = get_parallel().tp_group
+        everyones = group.all_gather(x.contiguous(), dim=0).chunk(group.world_size)
+        return everyones[(group.rank_in_group + 1) % group.world_size]
+
+    def wrap(forward):
+        @functools.wraps(forward)
+        def with_other_heads(backend, q, k, v, *args, **kwargs):
+            if os.path.exists(file):
+                k, v = next_ranks(k), next_ranks(v)
+            return forward(backend, q, k, v, *args, **kwargs)
+
+        return with_other_heads
+
+    for name in ("forward_extend", "forward_decode"):
+        setattr(TritonAttnBackend, name, wrap(getattr(TritonAttnBackend, name)))
 
 
 def _budget(size, configurator, _pre_model_load_memory):

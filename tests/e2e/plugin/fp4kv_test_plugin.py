@@ -17,6 +17,7 @@ FP4KV_MISREAD names a file with one word, read at every layer: how the readers d
 "verify-" in front verify's alone; anything else, or no file, reads as it should.
 
 FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
+
 FP4KV_OTHER_HEADS names a file: while it exists, every tensor-parallel rank keeps and reads the K and V heads
 of the next rank instead of its own.
 

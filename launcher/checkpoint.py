@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.draft_facts import CONV, SELECTOR
+from sglang_fp4kv.checkpoint_scales import read_header, scales_in
 
 # Names of a DFlash2 draft's tensors, as srt/models/dflash.py @ 0.5.23 loads them.
 _MODULES = {
     CONV: re.compile(r"layers\.\d+\.(?:attention|mlp)_conv\."),
     SELECTOR: re.compile(r"(?:model\.)?candidate_selector\."),
 }
-_KEY = re.compile(
-    r"layers\.(?P<layer>\d+)\..*?(?:(?P<side>[kv])_scale|(?P<proj>[kv])_proj\.output_scale|kv_scale)$"
-)
-_LARGEST_HEADER = 100_000_000  # the limit of the safetensors format
 _ABSENT = 1.0  # what SGLang 0.5.23 sets where a checkpoint has no scale
 
 
@@ -64,38 +61,16 @@ def _files(folder):
     return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
 
 
-def _header(stream):
-    (length,) = struct.unpack("<Q", stream.read(8))
-    if length > _LARGEST_HEADER:
-        raise ValueError(f"a header of {length} bytes")
-    header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-def _scalar(stream, begin, entry):
-    first, last = entry["data_offsets"]
-    stream.seek(begin + first)
-    raw = stream.read(last - first)
-    if entry["dtype"] == "BF16" and len(raw) == 2:
-        return struct.unpack("<f", b"\0\0" + raw)[0]
-    kind = {"F64": "<d", "F32": "<f", "F16": "<e"}.get(entry["dtype"])
-    return struct.unpack(kind, raw)[0] if kind and len(raw) == struct.calcsize(kind) else None
-
-
 def _read(file, scales, modules):
     loaded = 0
     with open(file, "rb") as stream:
-        header, begin = _header(stream)
+        header, begin = read_header(stream)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             loaded += (last - first) // (2 if entry["dtype"] == "F32" else 1)
             modules.update(module for module, pattern in _MODULES.items() if pattern.search(name))
-            match = _KEY.search(name)
-            if match:
-                value = _scalar(stream, begin, entry)
-                sides = match["side"] or match["proj"] or "kv"
-                scales.setdefault(int(match["layer"]), {}).update(dict.fromkeys(sides, value))
+        for layer, side, value in scales_in(stream, header, begin):
+            scales.setdefault(layer, {})[side] = value
     return loaded
 
 

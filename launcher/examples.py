@@ -158,7 +158,7 @@ EXAMPLES = {
     "FP4-039": _MODEL | {"asked": "--model-path my-model with sliding_window 1024"},
     "FP4-040": _MODEL | {"asked": "--model-path my-model with linear_num_value_heads 32"},
     "FP4-041": _MODEL,
-    "FP4-042": {"asked": "--tp-size 4 for my-model", "heads": "2", "tp": "4"},
+    "FP4-042": {"asked": "--tp-size 4 for my-model", "heads": "6", "kind": "KV", "tp": "4"},
     "FP4-043": _MODEL | {"scales": "k_scale 0.0 of layer 3, v_scale nan of layer 3"},
     "FP4-044": _MODEL | {"layers": "3, 7", "total": "36"},
     "FP4-045": _MODEL | {"problem": "model.safetensors ends before its header does"},

@@ -50,19 +50,40 @@ def differences(launch, states):
     found = []
     if len(states) != launch.flags.dp_size:
         found.append(f"{launch.flags.dp_size} replicas were judged, {len(states)} report")
-    for rank, state in enumerate(states):
+    for number, state in enumerate(states):
         report = state.get("fp4kv")
-        where = f"replica {rank}: " if len(states) > 1 else ""
+        where = f"replica {number}: " if len(states) > 1 else ""
         if report is None:
             found.append(f"{where}the scheduler does not report what it serves: our plugin is not in it")
-            continue
-        for (side, key), judged in expected_values(launch).items():
-            reported = (report.get(side) or {}).get(key)
-            if reported != judged:
-                found.append(f"{where}{side} {key}: judged {judged}, reported {reported}")
-        if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL) and report.get("draft"):
-            found.append(f"{where}no drafter's pool was judged, {report['draft']['class']} is reported")
+        else:
+            found += [where + text for text in _of_all_ranks(launch, report)]
     return found
+
+
+def _of_all_ranks(launch, report):
+    """Differences of every tensor-parallel rank; of the one that answers where no other is gathered."""
+    tp = launch.flags.tp_size
+    if tp == 1 or launch.kv_dtype != "nvfp4" or not launch.on_triton:
+        yield from _of_rank(launch, report)
+        return
+    ranks = report.get("ranks") or []
+    if len(ranks) != tp:
+        yield f"{tp} ranks were judged, {len(ranks)} report"
+    scales = (report.get("target") or {}).get("global_scales")
+    for number, rank in enumerate(ranks):
+        yield from (f"rank {number}: {text}" for text in _of_rank(launch, rank))
+        reported = (rank.get("target") or {}).get("global_scales")
+        if reported != scales:
+            yield f"rank {number}: target global_scales: {reported}, and {scales} on the rank that answers"
+
+
+def _of_rank(launch, report):
+    for (side, key), judged in expected_values(launch).items():
+        reported = (report.get(side) or {}).get(key)
+        if reported != judged:
+            yield f"{side} {key}: judged {judged}, reported {reported}"
+    if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL) and report.get("draft"):
+        yield f"no drafter's pool was judged, {report['draft']['class']} is reported"
 
 
 def slow_writes(states):
@@ -86,4 +107,7 @@ def describe(report):
             modules = f" with {' and '.join(pool['modules'])}" if pool.get("modules") else ""
             writes = f", written {pool['kv_writes']}" if "kv_writes" in pool else ""
             parts.append(f"{side} {pool['dtype']}{size} in {name}{modules}{writes}")
+    ranks = report.get("ranks") or []
+    if ranks:
+        parts.append(f"the same on each of {len(ranks)} ranks")
     return "; ".join([*parts, f"{report['max_total_num_tokens']} tokens"])

@@ -85,8 +85,12 @@ def attention_sinks(launch):
 def heads_do_not_divide(launch):
     tp = launch.flags.tp_size
     for facts in (launch.target, launch.draft):
-        if tp >= 1 and facts is not None and facts.kv_heads is not None and facts.kv_heads % tp:
-            return {"asked": f"{launch.asked('tp_size')} for {facts.path}", "heads": facts.kv_heads, "tp": tp}
+        kinds = {"KV": facts.kv_heads, "query": facts.q_heads} if facts is not None and tp >= 1 else {}
+        for kind, heads in kinds.items():
+            copied = kind == "KV" and heads and tp % heads == 0  # fewer than GPUs: each is held more than once
+            if heads and heads % tp and not copied:
+                asked = f"{launch.asked('tp_size')} for {facts.path}"
+                return {"asked": asked, "heads": heads, "kind": kind, "tp": tp}
     return None
 
 

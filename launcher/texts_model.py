@@ -51,17 +51,17 @@ TEXTS = {
         help=_FP8,
     ),
     "FP4-042": Text(
-        name="kv-heads-not-divisible",
-        says="{heads} KV heads cannot be divided by tensor parallel {tp}",
-        why="SGLang then keeps max(1, heads // tp) a GPU, so heads are dropped or held twice and the bytes of a token are not those of the plan",
-        evidence="get_num_kv_heads in srt/configs/model_config.py @ sglang 0.5.23",
+        name="heads-not-divisible",
+        says="{heads} {kind} heads cannot be divided evenly by tensor parallel {tp}",
+        why="query heads are split over the GPUs, and KV heads are split or, where there are fewer than GPUs, copied; with a remainder SGLang stops while it builds the model, or drops heads",
+        evidence="get_num_kv_heads in srt/configs/model_config.py and srt/models/qwen3.py @ sglang 0.5.23",
         help=_FP8,
     ),
     "FP4-043": Text(
         name="kv-scales-unusable",
         says="{path} holds {scales}",
         why="a KV scale multiplies whatever is read, so it must be finite and above zero; SGLang writes 1.0 where a checkpoint has none, so exactly 1.0 cannot be told from a scale that was lost",
-        evidence="sglang_fp4kv/scales.py; srt/layers/quantization/kv_cache.py @ sglang 0.5.23",
+        evidence="sglang_fp4kv/checkpoint_scales.py; srt/layers/quantization/kv_cache.py @ sglang 0.5.23",
         help=_FP8,
     ),
     "FP4-044": Text(

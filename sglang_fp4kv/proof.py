@@ -1,7 +1,8 @@
 """What really runs, read off the live objects in the scheduler process.
 
 The report is part of ``GET /server_info`` (``internal_states[i]["fp4kv"]``), so a launcher reads it
-over HTTP. :func:`require_active` is called by a patch before the scheduler reports ready.
+over HTTP. :func:`require_active` is called by a patch before the scheduler reports ready. With tensor
+parallelism one rank of several answers HTTP, so each rank's report is gathered there, once.
 """
 
 import logging
@@ -14,6 +15,7 @@ from sglang_fp4kv import __version__, draft_writes, formats
 logger = logging.getLogger(__name__)
 
 _budget = {}
+_ranks = []
 
 
 def record_budget(original, configurator, available_bytes, page_size):
@@ -121,7 +123,8 @@ def _draft_runner(scheduler):
 def require_active(scheduler):
     """Checks that NVFP4 KV is served by our pool, recipe and backend, and the draft by its own pool.
 
-    Called by patches/require-active-in-the-scheduler.patch once the pools exist.
+    Called by patches/require-active-in-the-scheduler.patch once the pools exist, on every rank: a rank
+    that fails ends the server, and the reports of all of them are gathered.
     Raises: RuntimeError naming everything that is not as it must be.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -164,10 +167,23 @@ def require_active(scheduler):
             problems.append("the drafter's pool is FP4")
     if problems:
         raise RuntimeError("fp4kv does not serve as asked: " + "; ".join(problems))
-    logger.info("fp4kv: %s", report(scheduler))
+    own = report(scheduler)
+    logger.info("fp4kv: %s", own)
+    gather_ranks(scheduler.tp_group, own)
+
+
+def gather_ranks(tp_group, own):
+    """Keeps the report of every rank of ``tp_group``, each of which has to call this with its ``own``."""
+    if tp_group.world_size > 1:
+        _ranks[:] = tp_group.all_gather_object(own)
 
 
 def add_report(output, controller, recv_req):
-    """Adds the report to the scheduler's answer to GET /server_info."""
-    output.internal_state["fp4kv"] = report(controller.scheduler)
+    """Adds the report to the scheduler's answer to GET /server_info.
+
+    With NVFP4 KV and tensor parallelism it has one more key, ranks: what each rank reported at its start,
+    the one that answers included, in rank order.
+    """
+    ranks = {"ranks": list(_ranks)} if _ranks else {}
+    output.internal_state["fp4kv"] = report(controller.scheduler) | ranks
     return output

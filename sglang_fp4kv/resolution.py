@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorith
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from sglang_fp4kv import formats
+from sglang_fp4kv.checkpoint_scales import check_scales
 from sglang_fp4kv.served import (
     BACKEND, DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL,
 )  # fmt: skip
@@ -134,6 +135,7 @@ def resolve_kv4(server_args, previous):
     refused = unproven(server_args)
     if refused:
         raise ValueError("NVFP4 KV on Triton does not serve " + "; nor ".join(refused))
+    check_scales(cfg.model_path)
     if _drafter(cfg) in (None, *DRAFTERS_WITHOUT_MODEL):
         return
     dtype = cfg.speculative_draft_kv_cache_dtype

@@ -5,24 +5,16 @@ layer. That value is the global scale of this format on every architecture; a ch
 them gets the format's default, a power of two per side (see :mod:`sglang_fp4kv.formats`).
 """
 
-import json
 import math
 import os
-import re
-import struct
 from dataclasses import dataclass
-from pathlib import Path
 
+from sglang_fp4kv.checkpoint_scales import read_scales
 from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
 
 # SGLang 0.5.23 sets an attention layer's scale to exactly 1.0 when the checkpoint has none
 # (srt/layers/quantization/kv_cache.py), and leaves None where no quantization config applies.
 _ABSENT = 1.0
-
-_SCALE_KEY = re.compile(
-    r"layers\.(?P<layer>\d+)\..*?(?:(?P<side>[kv])_scale|(?P<proj>[kv])_proj\.output_scale|kv_scale)$"
-)
-
 
 @dataclass(frozen=True)
 class GlobalScales:
@@ -57,28 +49,17 @@ def scale_value(raw, layer_id, side):
     return None if value == _ABSENT else value
 
 
-def layers_with_scales(model_path):
-    """Layer ids for which the checkpoint files in ``model_path`` name a KV scale.
+def other_than_the_checkpoint(k, v, promised):
+    """Texts naming the loaded scales that are none of the checkpoint's for their layer and side.
 
-    Reads only the safetensors index or headers. A folder that is not local, or whose weights are
-    not safetensors, gives an empty set: then nothing is known to be missing.
+    ``k``, ``v``: loaded values by layer id, None where absent. ``promised``: of checkpoint_scales.read_scales.
     """
-    folder = Path(os.fspath(model_path))
-    names = set()
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names.update(json.loads(index.read_text())["weight_map"])
-    else:
-        for file in sorted(folder.glob("*.safetensors")):
-            with open(file, "rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                names.update(json.loads(stream.read(length)))
-    found = set()
-    for name in names:
-        match = _SCALE_KEY.search(name)
-        if match:
-            found.add(int(match["layer"]))
-    return found
+    for layer, sides in sorted(promised.items()):
+        for side, loaded in (("k", k.get(layer)), ("v", v.get(layer))):
+            stored = [value for value in sides.get(side, ()) if value is not None]
+            if stored and loaded is not None and not any(math.isclose(loaded, x, rel_tol=1e-6) for x in stored):
+                values = " or ".join(map(str, stored))
+                yield f"{side}_scale of layer {layer} is {loaded} and not {values}"
 
 
 def read_global_scales(attention_layers, model_path=None):
@@ -87,24 +68,29 @@ def read_global_scales(attention_layers, model_path=None):
     Sizes: ``attention_layers`` is an iterable of objects with ``layer_id``, ``k_scale``, ``v_scale``
     (SGLang's RadixAttention); the results are dicts from layer id to float, unitless.
 
-    Raises: ValueError when a scale is not usable, when one side of a layer is missing, or when the
-    checkpoint names scales for a layer that the loaded model shows none for.
+    Raises: ValueError when a scale is not usable, when one side of a layer is missing, when the
+    checkpoint names scales for a layer that the loaded model shows none for, or holds other ones.
     """
     k, v = {}, {}
     for layer in attention_layers:
         k[layer.layer_id] = scale_value(layer.k_scale, layer.layer_id, "k")
         v[layer.layer_id] = scale_value(layer.v_scale, layer.layer_id, "v")
 
-    one_sided = sorted(i for i in k if (k[i] is None) != (v[i] is None))
+    stored = read_scales(os.fspath(model_path)) if model_path else {}
+    promised = {layer: sides for layer, sides in stored.items() if layer in k}
+    # SGLang would fill in the side that the checkpoint lacks from the other.
+    one_sided = sorted(i for i in k if (k[i] is None) != (v[i] is None) or len(promised.get(i, ())) == 1)
     if one_sided:
-        raise ValueError(f"KV scales are loaded for K or V alone on layers {one_sided}")
-    promised = layers_with_scales(model_path) & set(k) if model_path else set()
+        raise ValueError(f"there are KV scales for K or V alone on layers {one_sided}")
     lost = sorted(i for i in promised if k[i] is None)
     if lost:
         raise ValueError(
             f"the checkpoint {model_path} has KV scales for layers {lost}, but none arrived on the "
             "loaded model's attention layers; serving would decode with the wrong scale"
         )
+    changed = list(other_than_the_checkpoint(k, v, promised))
+    if changed:
+        raise ValueError(f"the loaded model has other KV scales than {model_path}: {'; '.join(changed)}")
     present = [i for i in k if k[i] is not None]
     if present and len(present) != len(k):
         raise ValueError(

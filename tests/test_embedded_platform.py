@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_fp4kv import embedded
-from sglang_fp4kv.embedded import hooks
+from sglang_fp4kv.embedded import hooks, ranks
 from sglang_fp4kv.embedded.environment import embedded_env, embedded_flags, embedded_reasons
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +148,36 @@ def test_record_stream_does_nothing_on_a_cpu(monkeypatch):
     hooks.make_record_stream_harmless()
     assert torch.Tensor.record_stream is installed
     torch.zeros(1).record_stream(None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_rank_is_bound_to_cores(device):
+    assert ranks.leave_threads_unbound(device=device) is None
+
+
+def test_heads_are_copied_to_ranks_and_not_padded():
+    config = object()
+    assert ranks.keep_heads(config, None, 4) is config
+
+
+class Ranks:
+    """A stand-in for a group of two ranks, the other of which holds what this one does plus 10."""
+
+    def _all_gather_into_tensor(self, output, input):
+        output.copy_(torch.cat((input, input + 10)))
+
+
+def test_all_gather_needs_no_kernel_for_the_cpu():
+    output = torch.zeros(4)
+    ranks.all_gather_on_cpu(None, Ranks(), output, torch.tensor([1.0, 2.0]))
+    assert output.tolist() == [1, 2, 11, 12]
+
+
+def test_all_gather_elsewhere_is_the_stock_one():
+    seen = []
+    elsewhere = torch.zeros(2, device="meta")
+    ranks.all_gather_on_cpu(lambda *arguments: seen.append(arguments), "group", "output", elsewhere)
+    assert seen == [("group", "output", elsewhere)]
 
 
 def test_tiles_keep_their_head_dim_blocks():

@@ -79,3 +79,20 @@ def test_the_budget_is_what_sglang_divided(proof, monkeypatch):
     assert proof._budget == {
         "available_bytes": 57600, "page_size": 16, "bytes_per_token": 576, "tokens": 96,
     }  # fmt: skip
+
+
+def test_the_rank_that_answers_reports_for_all(proof, monkeypatch):
+    monkeypatch.setattr(proof, "_ranks", [])
+    answering = scheduler(OtherPool())
+
+    def answer():
+        output = SimpleNamespace(internal_state={})
+        return proof.add_report(output, SimpleNamespace(scheduler=answering), None).internal_state["fp4kv"]
+
+    own = proof.report(answering)
+    other = {**own, "max_total_num_tokens": 8}
+    proof.gather_ranks(SimpleNamespace(world_size=1), own)
+    assert answer() == own
+    group = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, other])
+    proof.gather_ranks(group, own)
+    assert answer() == {**own, "ranks": [own, other]}

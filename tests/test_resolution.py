@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launches import scales, write_safetensors
 
 MODEL = {"head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False}
 ARGS = {
+    "model_path": "org/name",
     "kv_cache_dtype": "nvfp4",
     "attention_backend": "triton",
     "prefill_attention_backend": None,
@@ -198,3 +200,10 @@ print("PARTS", inactive_parts(), len(set(names)), hasattr(names[0], "__wrapped__
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "PARTS [] 1 True" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+def test_unusable_kv_scales_are_refused_before_weights_are_loaded(resolve, tmp_path):
+    write_safetensors(tmp_path / "a.safetensors", scales([0.5, -1.0]))
+    with pytest.raises(ValueError, match=r"k_scale -1\.0 of layer 1"):
+        resolve(model_path=str(tmp_path))
+    assert resolve(model_path=str(tmp_path), kv_cache_dtype="fp8_e4m3") == ({}, ["prefill", "kv4"])

@@ -433,6 +433,25 @@ def test_sglangs_own_nvfp4_is_untested_where_it_starts(tmp_path, flags, gpu, exp
     assert [r.id for r in refusals] == expected
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "tp", "named"),
+    [
+        ({}, {}, 2, None), ({}, {}, 4, None),  # 2 KV heads: one each, then copied
+        ({}, {}, 3, "2 KV heads"), ({}, {}, 8, "4 query heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, {}, 4, "6 KV heads"),
+        ({"num_attention_heads": 28, "num_key_value_heads": 4}, {}, 8, "28 query heads"),
+        ({"num_attention_heads": 48, "num_key_value_heads": 8}, {"num_attention_heads": 8}, 8, None),
+        ({}, {"num_attention_heads": 3, "num_key_value_heads": 1}, 2, "3 query heads"),
+    ],
+)  # fmt: skip
+def test_heads_are_split_or_copied_evenly(tmp_path, target, draft, tp, named):
+    flags = [*NVFP4, *DFLASH, "--tp-size", str(tp)]
+    left = {r.id: r for r in judge(launch(tmp_path, flags, target=target, draft=draft))}
+    assert set(left) - {"FP4-027"} == ({"FP4-042"} if named else set())
+    if named:
+        assert left["FP4-042"].says == f"{named} cannot be divided evenly by tensor parallel {tp}"
+
+
 def test_nothing_asked_is_told_as_the_default(tmp_path):
     (only,) = judge(launch(tmp_path, ["--kv-cache-dtype", "nvfp4"], on=machine("sm_100")))
     assert "prefill on SGLang's default and decode on SGLang's default" in only.says

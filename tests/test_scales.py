@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launches import scale, scales, write_safetensors
 
+from sglang_fp4kv.checkpoint_scales import check_scales, read_scales
 from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
-from sglang_fp4kv.scales import layers_with_scales, read_global_scales, scale_value
+from sglang_fp4kv.scales import read_global_scales, scale_value
 
 
 def layer(layer_id, k=None, v=None):
@@ -85,14 +87,14 @@ def test_scales_on_some_layers_only_are_refused():
 )
 def test_scale_names_of_checkpoints_are_known(tmp_path, name):
     write_header(tmp_path, [name, "model.layers.7.self_attn.k_proj.weight_scale", "lm_head.weight"])
-    assert layers_with_scales(tmp_path) == {7}
+    assert set(read_scales(tmp_path)) == {7}
 
 
 def test_an_index_is_read_before_the_files(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.layers.2.self_attn.k_scale": "a.safetensors"}})
     )
-    assert layers_with_scales(tmp_path) == {2}
+    assert read_scales(tmp_path) == {2: {}}
 
 
 def test_a_scale_that_does_not_arrive_stops_the_launch(tmp_path):
@@ -103,4 +105,67 @@ def test_a_scale_that_does_not_arrive_stops_the_launch(tmp_path):
 
 def test_weight_scales_are_not_kv_scales(tmp_path):
     write_header(tmp_path, ["model.layers.0.mlp.up_proj.weight_scale"])
-    assert layers_with_scales(tmp_path) == set()
+    assert read_scales(tmp_path) == {}
+
+
+def test_a_folder_that_is_not_here_has_no_scales(tmp_path):
+    assert read_scales(tmp_path / "org" / "name") == {}
+
+
+def test_values_are_read_by_layer_and_side(tmp_path):
+    tensors = {
+        "model.layers.0.self_attn.attn.k_scale": scale(0.5),
+        "model.layers.1.self_attn.kv_scale": scale(0.25),
+        "mtp.layers.0.self_attn.attn.k_scale": scale(2.0),
+    }
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    assert read_scales(tmp_path) == {0: {"k": [0.5, 2.0]}, 1: {"k": [0.25], "v": [0.25]}}
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan"), float("inf")])
+def test_an_unusable_scale_is_named_before_weights_are_loaded(tmp_path, bad):
+    write_safetensors(tmp_path / "a.safetensors", scales([0.5, bad]))
+    with pytest.raises(ValueError, match=rf"not finite and above zero: k_scale {bad} of layer 1, v_scale {bad} of"):
+        check_scales(tmp_path)
+    write_safetensors(tmp_path / "a.safetensors", scales([0.5, 0.25]))
+    check_scales(tmp_path)
+
+
+def loaded_by_sglang(k, v):
+    """An attention layer after SGLang loaded these scales; None: the checkpoint has none."""
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    made = torch.nn.Module()
+    made.layer_id = 0
+    method = BaseKVCacheMethod(None)
+    method.create_weights(made)
+    for side, value in (("k", k), ("v", v)):
+        if value is not None:
+            getattr(made, f"{side}_scale").data.fill_(value)
+    method.process_weights_after_loading(made)
+    return made
+
+
+@pytest.mark.parametrize("v", [0.0, -0.5, float("nan")])
+def test_a_scale_that_sglang_replaces_by_the_other_sides_is_noticed(tmp_path, v):
+    """Nothing is left of it on the loaded layer, whose V would be written and read with K's."""
+    write_safetensors(
+        tmp_path / "a.safetensors",
+        {"layers.0.self_attn.k_scale": scale(0.5), "layers.0.self_attn.v_scale": scale(v)},
+    )
+    made = loaded_by_sglang(0.5, v)
+    assert float(made.v_scale) == 0.5
+    with pytest.raises(ValueError, match=f"v_scale of layer 0 is 0.5 and not {v}"):
+        read_global_scales([made], tmp_path)
+
+
+def test_scales_that_arrive_as_they_are_stored(tmp_path):
+    write_safetensors(tmp_path / "a.safetensors", {"layers.0.self_attn.kv_scale": scale(0.3)})
+    found = read_global_scales([loaded_by_sglang(0.3, None)], tmp_path)
+    assert found.source == "checkpoint" and found.k == found.v == {0: pytest.approx(0.3)}
+
+
+def test_a_side_that_the_checkpoint_lacks_is_refused(tmp_path):
+    write_safetensors(tmp_path / "a.safetensors", {"layers.0.self_attn.k_scale": scale(0.5)})
+    with pytest.raises(ValueError, match=r"K or V alone on layers \[0\]"):
+        read_global_scales([loaded_by_sglang(0.5, None)], tmp_path)

@@ -13,7 +13,7 @@ import pytest
 
 from launcher import supervise
 from launcher.canary import Outcome
-from launcher.expected import DRAFT_POOL, PACKED_POOL, differences, expected_values
+from launcher.expected import DRAFT_POOL, PACKED_POOL, describe, differences, expected_values
 from launcher.flags import parse
 from launcher.judge import judge
 from launcher.launch import Launch
@@ -213,6 +213,48 @@ def test_every_replica_has_to_report():
     other = {**REPORT, "draft": {**REPORT["draft"], "dtype": "x"}}
     (text,) = differences(two, [{"fp4kv": REPORT}, {"fp4kv": other}])
     assert text == "replica 1: draft dtype: judged float8_e4m3fn, reported x"
+
+
+def two_ranks(**changes):
+    """The report of the rank that answers, and with it both ranks'; ``changes`` are rank 1's."""
+    target = {**REPORT["target"], "bytes_per_token": 288, "global_scales": {"k": [0.5], "v": [0.0625]}}
+    own = {**REPORT, "target": target, "draft": {**REPORT["draft"], "bytes_per_token": 256}}
+    other = {**own, **{side: {**own[side], **values} for side, values in changes.items()}}
+    return {**own, "ranks": [own, other]}
+
+
+def on_two_ranks(**changes):
+    return differences(launch_of("--tp-size", "2"), [{"fp4kv": two_ranks(**changes)}])
+
+
+def test_every_rank_is_judged_by_its_share():
+    assert on_two_ranks() == []
+    assert describe(two_ranks()).endswith("the same on each of 2 ranks; 8192 tokens")
+    (text,) = on_two_ranks(target={"bytes_per_token": 576})
+    assert text == "rank 1: target bytes_per_token: judged 288, reported 576"
+    (text,) = on_two_ranks(draft={"dtype": "float4_e2m1fn_x2"})
+    assert text == "rank 1: draft dtype: judged float8_e4m3fn, reported float4_e2m1fn_x2"
+
+
+def test_every_rank_reads_with_the_same_scales():
+    (text,) = on_two_ranks(target={"global_scales": {"k": [0.25], "v": [0.0625]}})
+    assert text.startswith("rank 1: target global_scales: {'k': [0.25], ")
+    assert text.endswith("and {'k': [0.5], 'v': [0.0625]} on the rank that answers")
+
+
+def test_a_rank_that_does_not_report_is_a_difference():
+    launch, report = launch_of("--tp-size", "2"), two_ranks()
+    assert differences(launch, [{"fp4kv": {**report, "ranks": report["ranks"][:1]}}]) == [
+        "2 ranks were judged, 1 report"
+    ]
+    del report["ranks"]
+    assert differences(launch, [{"fp4kv": report}]) == ["2 ranks were judged, 0 report"]
+
+
+def test_ranks_are_gathered_for_nvfp4_on_triton_alone():
+    flags = ["--model-path", "m", "--kv-cache-dtype", "fp4_mx_block16", "--attention-backend", "triton", "--tp-size", "2"]
+    report = {"target": {"dtype": "float4_e2m1fn_x2"}, "draft": None}
+    assert differences(Launch(parse(flags), None, None), [{"fp4kv": report}]) == []
 
 
 def test_a_drafter_that_was_not_asked_for_is_a_difference():

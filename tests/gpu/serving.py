@@ -1,11 +1,13 @@
 """Drafted against undrafted, eager against CUDA graphs, NVFP4 against BF16, on a GPU.
 
-usage: python -m tests.gpu.serving MODEL DRAFT PROMPTS.json OUT.json [--oracle] [--tokens N]
+usage: python -m tests.gpu.serving MODEL DRAFT PROMPTS.json OUT.json [--oracle] [--tokens N] [--tp N]
 
 Starts eight servers at once: KV in BF16 and NVFP4, with and without the drafter, each eager and with
 CUDA graphs. With --oracle the drafter proposes the undrafted run's own tokens, so that verify
-accepts whole blocks also where no trained drafter exists. Exit code 3 when an eager and a graph run
-differ, or a drafted NVFP4 answer parts from the undrafted one above a near-tie.
+accepts whole blocks also where no trained drafter exists. With --tp each of them is spread over N GPUs,
+and two more, undrafted ones on one GPU, are what they are compared with. Exit code 3 when an eager and
+a graph run differ, a drafted NVFP4 answer parts from the undrafted one above a near-tie, one on N GPUs
+so from one GPU's, or a rank of an NVFP4 server reports something else than was judged.
 """
 
 import argparse
@@ -19,7 +21,9 @@ from pathlib import Path
 from launcher.client import fp4kv_report, generate, server_info
 from launcher.demo import GPU_FLAGS, Progress, commit, gpu_name, load_prompts
 from launcher.equality import NEAR_TIE_BOUNDS, compare
-from launcher.probe import installed_versions
+from launcher.expected import differences
+from launcher.judge import judge
+from launcher.probe import installed_versions, probe
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 
@@ -29,14 +33,22 @@ _NO_GRAPHS = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-p
 GRAPHS = {"graph": [], "eager": _NO_GRAPHS}
 # Eight servers share the GPU.
 COMMON = ["--attention-backend", "triton", *GPU_FLAGS, "--mem-fraction-static", "0.15"]
+ONE_GPU = "one GPU"
+# NCCL alone: SGLang's other collectives want peers' memory or NVLink multicast, which a borrowed host may forbid.
+_NCCL = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
 
 
-def servers(model, draft):
-    """Flags by (KV dtype, drafted, graph mode)."""
+def servers(model, draft, tp=1):
+    """Flags by (KV dtype, drafted, graph mode); with ``tp`` above 1 also those of (KV dtype, False, ONE_GPU)."""
     drafted = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
-    return {
+    spread = ["--tp-size", str(tp), *_NCCL] if tp > 1 else []
+    plain = {
+        (kv, False, ONE_GPU): ["--model-path", str(model), "--kv-cache-dtype", kv, *COMMON]
+        for kv in ("bf16", "nvfp4")
+    }
+    return (plain if tp > 1 else {}) | {
         (kv, bool(extra), mode): [
-            "--model-path", str(model), "--kv-cache-dtype", kv, *COMMON, *extra, *graph,
+            "--model-path", str(model), "--kv-cache-dtype", kv, *COMMON, *extra, *graph, *spread,
         ]  # fmt: skip
         for mode, graph in GRAPHS.items()
         for kv in ("bf16", "nvfp4")
@@ -45,12 +57,12 @@ def servers(model, draft):
 
 
 class Run:
-    """The eight servers, all started together and asked one after another."""
+    """The servers, all started together and asked one after another."""
 
     def __init__(self, args, prompts, scratch):
         self.args, self.prompts, self.scratch = args, prompts, scratch
         self.progress = Progress()
-        self.answers, self.reports = {}, {}
+        self.answers, self.reports, self.unproven = {}, {}, {}
 
     def oracle_file(self, kv):
         return self.scratch / f"recorded-{kv}.json"
@@ -62,6 +74,8 @@ class Run:
         if self.args.oracle and drafted:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
             env["FP4KV_ORACLE"] = str(self.oracle_file(kv))
+        # Servers on one GPU and on several start side by side.
+        env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         argv, env = launch_command([*self.flags[key], "--port", str(port)], environ=env)
         log = self.scratch / f"{kv}-{'drafted' if drafted else 'plain'}-{mode}.log"
         return ServerProcess(argv, env, log, port).start()
@@ -72,11 +86,15 @@ class Run:
             generate(server.url, p["input_ids"], p["max_new_tokens"], top_two=not drafted)
             for p in self.prompts
         ]
-        self.reports[key] = fp4kv_report(server_info(server.url))
+        info = server_info(server.url)
+        self.reports[key] = fp4kv_report(info)
+        if key[0] == "nvfp4":
+            launch = judge(self.flags[key], machine=probe()).launch
+            self.unproven[key] = differences(launch, info["internal_states"])
         self.progress(f"{key} asked")
 
     def go(self):
-        self.flags = servers(self.args.model, self.args.draft)
+        self.flags = servers(self.args.model, self.args.draft, self.args.tp)
         running = {}
         try:
             for key in self.flags:
@@ -114,6 +132,8 @@ def comparisons(run):
         for drafted in (False, True):
             name = f"{kv} {'drafted' if drafted else 'undrafted'}, graph / eager"
             pairs[name] = ((kv, drafted, "graph"), (kv, drafted, "eager"))
+        if (kv, False, ONE_GPU) in run.answers:
+            pairs[f"{kv} undrafted, one GPU / {run.args.tp}"] = ((kv, False, ONE_GPU), (kv, False, "graph"))
     pairs["bf16 / nvfp4 undrafted, graph"] = (("bf16", False, "graph"), ("nvfp4", False, "graph"))
     found = {}
     for name, (left, right) in pairs.items():
@@ -130,13 +150,13 @@ def comparisons(run):
     return found
 
 
-def failures(found):
-    """Graph and eager runs must be equal outright; NVFP4 drafted must pass at near-ties."""
-    wrong = []
+def failures(found, unproven):
+    """Graph and eager runs must be equal outright; NVFP4 drafted, and on several GPUs, must pass at near-ties."""
+    wrong = [f"{' '.join(map(str, key))}: {text}" for key, texts in unproven.items() for text in texts]
     for name, results in found.items():
         if "graph / eager" in name and any(r.verdict != "equal" for r in results):
             wrong.append(name)
-        if name.startswith("nvfp4 undrafted / drafted") and not all(r.passed for r in results):
+        if name.startswith(("nvfp4 undrafted / drafted", "nvfp4 undrafted, one GPU")) and not all(r.passed for r in results):
             wrong.append(name)
     return wrong
 
@@ -153,6 +173,7 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--oracle", action="store_true")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--logs", type=Path, required=True)
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -163,7 +184,7 @@ def main():
     begun = time.monotonic()
     run.go()
     found = comparisons(run)
-    wrong = failures(found)
+    wrong = failures(found, run.unproven)
     for name, results in found.items():
         print(f"{name:<40} {counts(results)}", *(str(r) for r in results if r.verdict != "equal"), sep="  ")
     lengths = {

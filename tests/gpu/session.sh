@@ -24,6 +24,8 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
     smollm2) phase smollm2 "$py" -m tests.gpu.serving "$MODEL" "$DRAFT" \
       tests/gpu/smollm2_prompts.json "$out/h200_smollm2.json" --oracle --tokens 40 --logs "$out/logs/smollm2" ;;
     drafters) phase drafters "$py" -m tests.gpu.drafters "$out/h200_drafters.json" --logs "$out/logs/drafters" ;;
+    pair-tp2) phase pair-tp2 "$py" -m tests.gpu.serving models/pair/target models/pair/draft \
+      models/pair/prompts.json "$out/h200x2_pair.json" --tp 2 --logs "$out/logs/pair-tp2" ;;
     cache) FP4KV_REQUIRE_GPU=1 phase cache "$py" -m pytest -m "gpu or interpreter" -vv --tb=short -n 8 --timeout 250 \
       tests/test_paged.py tests/test_sparse_nvfp4.py tests/test_boundary_reads.py tests/test_boundary_writes.py \
       tests/test_independent_decoder.py tests/test_selection.py tests/test_bench_sparse.py tests/test_sanitize.py \

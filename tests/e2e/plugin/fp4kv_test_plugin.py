@@ -25,6 +25,8 @@ FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a run
 
 FP4KV_FUSED_WRITES names a file: the drafter's pool is then written by SGLang's fused kernel, which it keeps for GPUs,
 until the file exists; from then on that write fails.
+FP4KV_OTHER_HEADS names a file: while it exists, every tensor-parallel rank keeps and reads the K and V heads
+of the next rank instead of its own.
 
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
@@ -91,6 +93,8 @@ def activate():
         misread_as_told(os.environ["FP4KV_MISREAD"])
     if os.environ.get("FP4KV_MOVES"):
         write_down_moves(os.environ["FP4KV_MOVES"])
+    if os.environ.get("FP4KV_OTHER_HEADS"):
+        take_other_heads_while_there_is(os.environ["FP4KV_OTHER_HEADS"])
 
 
 def misread(layer, how):
@@ -158,6 +162,29 @@ def _write_fused(original, worker, *args, **kwargs):
 def _fail_once_there(file, *args, **kwargs):
     if os.path.exists(file):
         raise RuntimeError("told to fail")
+
+
+def take_other_heads_while_there_is(file):
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_fp4kv.attention import TritonAttnBackend
+
+    def next_ranks(x):
+        group = get_parallel().tp_group
+        everyones = group.all_gather(x.contiguous(), dim=0).chunk(group.world_size)
+        return everyones[(group.rank_in_group + 1) % group.world_size]
+
+    def wrap(forward):
+        @functools.wraps(forward)
+        def with_other_heads(backend, q, k, v, *args, **kwargs):
+            if os.path.exists(file):
+                k, v = next_ranks(k), next_ranks(v)
+            return forward(backend, q, k, v, *args, **kwargs)
+
+        return with_other_heads
+
+    for name in ("forward_extend", "forward_decode"):
+        setattr(TritonAttnBackend, name, wrap(getattr(TritonAttnBackend, name)))
 
 
 def _budget(size, configurator, _pre_model_load_memory):

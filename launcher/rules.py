@@ -93,6 +93,10 @@ RULES = {
     "FP4-063": Rule(models.figures_are_not_in_the_file, UNTESTED, NVFP4),
     "FP4-064": Rule(attention.requests_come_before_the_proof, FAILS, FP4),
     "FP4-065": Rule(attention.weights_come_in_requests, FAILS, FP4),
+    "FP4-095": Rule(storage.hierarchical_cache_on_a_gpu, UNTESTED, NVFP4),
+    "FP4-096": Rule(storage.hierarchical_cache_way, FAILS, NVFP4, server_refuses=True),
+    "FP4-097": Rule(storage.hierarchical_cache_rows, FAILS, NVFP4, server_refuses=True),
+    "FP4-098": Rule(storage.hierarchical_cache_companions, UNTESTED, NVFP4, server_refuses=True),
 }
 
 

@@ -7,16 +7,16 @@ sizes, layout and I/O backend. Global scales stay where they are: they belong to
 
 import torch
 from msgspec.structs import replace
-from sglang.srt.mem_cache.device_pool_info import KVBuffers, KVScaleLayout, MHABufferInfo
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBuffers,
+    KVScaleLayout,
+    MHABufferInfo,
+)
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_memory
 
 from sglang_fp4kv import formats
-
-LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-# transfer_kv_launcher, which the I/O backend "kernel" falls back to, refuses rows of another multiple
-# (sgl-kernel/csrc/kvcacheio/transfer.cu).
-KERNEL_ROW_BYTES = 8
+from sglang_fp4kv.served import HOST_KERNEL_ROW_BYTES, HOST_LAYOUTS
 
 
 def codes_info(pool):
@@ -46,7 +46,7 @@ class NVFP4TokenToKVPoolHost(MHATokenToKVPoolHost):
 
     Sizes: a token takes ``formats.bytes_per_token`` bytes, as on the device.
     Raises: ValueError when the device pool's rows are not codes with one scale for each block of 16, the
-    layout is none of LAYOUTS, or the I/O backend cannot copy rows as short as a token's scales;
+    layout is none of HOST_LAYOUTS, or the I/O backend cannot copy rows as short as a token's scales;
     NotImplementedError when a draft's layers are to be packed into it.
     """
 
@@ -64,8 +64,8 @@ class NVFP4TokenToKVPoolHost(MHATokenToKVPoolHost):
             host_token_capacity=host_token_capacity,
             **kwargs,
         )
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"NVFP4 KV on the host needs one of the layouts {LAYOUTS}, got {self.layout!r}")
+        if self.layout not in HOST_LAYOUTS:
+            raise ValueError(f"NVFP4 KV on the host needs one of the layouts {HOST_LAYOUTS}, got {self.layout!r}")
         self._check_scale_rows()
         # The codes' pool decided how many slots there are; staging buffers are of another width.
         kwargs.pop("write_back_staging", None)
@@ -83,10 +83,10 @@ class NVFP4TokenToKVPoolHost(MHATokenToKVPoolHost):
     def _check_scale_rows(self):
         row = self.head_num * formats.scale_bytes(self._head_dim)
         backend = get_memory().hicache_io_backend
-        if self._transfer_device.type == "cuda" and backend == "kernel" and row % KERNEL_ROW_BYTES:
+        if self._transfer_device.type == "cuda" and backend == "kernel" and row % HOST_KERNEL_ROW_BYTES:
             raise ValueError(
                 f"a token's block scales take {row} bytes a layer, and --hicache-io-backend kernel copies "
-                f"multiples of {KERNEL_ROW_BYTES}; use --hicache-io-backend direct"
+                f"multiples of {HOST_KERNEL_ROW_BYTES}; use --hicache-io-backend direct"
             )
 
     def get_size_per_token(self):

@@ -18,6 +18,10 @@ FP4KV_MISREAD names a file with one word, read at every layer: how the readers d
 
 FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
 
+FP4KV_LEFT_ON_HOST names a file with one word, read at every load from host memory: what the hierarchical
+cache deliberately does not load. "scales" are the target's block scales, "draft" is the drafter's K and V;
+anything else, or no file, loads all.
+
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
 """
@@ -74,6 +78,27 @@ def activate():
         TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
     if os.environ.get("FP4KV_MISREAD"):
         misread_as_told(os.environ["FP4KV_MISREAD"])
+    if os.environ.get("FP4KV_LEFT_ON_HOST"):
+        leave_on_host(os.environ["FP4KV_LEFT_ON_HOST"])
+
+
+def told(file):
+    return open(file).read().strip() if os.path.exists(file) else ""
+
+
+def leave_on_host(file):
+    """Lets the host pools of sglang_fp4kv.host_pool and of the drafter leave out what ``file`` says."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    load = MHATokenToKVPoolHost.load_to_device_per_layer
+
+    @functools.wraps(load)
+    def load_some(pool, *args, **kwargs):
+        left = told(file)
+        if not (left and pool.pool_label.endswith(left)):
+            load(pool, *args, **kwargs)
+
+    MHATokenToKVPoolHost.load_to_device_per_layer = load_some
 
 
 def misread(layer, how):
@@ -90,16 +115,13 @@ def misread_as_told(file):
     """Lets the readers of sglang_fp4kv.attention misread what ``file`` says."""
     from sglang_fp4kv.attention import TritonAttnBackend
 
-    def told():
-        return open(file).read().strip() if os.path.exists(file) else ""
-
     right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
 
     def pool_layer(backend, layer):
-        return misread(right(backend, layer), told())
+        return misread(right(backend, layer), told(file))
 
     def attend_block(backend, q, k, v, out, pool, *rest):
-        how = told()
+        how = told(file)
         if how.startswith("verify-"):
             pool = misread(pool, how.removeprefix("verify-"))
         return block(backend, q, k, v, out, pool, *rest)

@@ -1,0 +1,137 @@
+"""The long run's verdicts: each turns to a failure where its fault is, and only there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from launcher.equality import compare
+from tests.gpu import long_run
+from tests.gpu.long_traffic import DECK, KINDS, Answer, Job
+from tests.gpu.memory_samples import growth, resident_bytes
+
+GIB = 1 << 30
+
+
+def answer(**changes):
+    return Answer(**{"tokens": (1, 2), "prompt_ids": (5,), "right": True, "retractions": 1, "cached_tokens": 0, **changes})
+
+
+class Flat:
+    """Memory that was sampled, in place of a server's."""
+
+    allowed = staticmethod(long_run.Memory.allowed)
+
+    def __init__(self, held=(2 * GIB,) * 40):
+        self.held = held
+
+    def series(self):
+        return {"host memory": list(enumerate(self.held))}
+
+
+def sound():
+    """What a run without a fault saw."""
+    prompt = SimpleNamespace(id="p", max_tokens=8)
+    return long_run.Found(
+        asked=dict.fromkeys(KINDS, 3),
+        answers=[(Job(kind, prompt), answer()) for kind in KINDS if kind != "cancelled"],
+        parted=[("short p", compare((1, 2), (1, 2), (9.0, 9.0), 3.5))],
+        usage=[0.2, 0.93],
+        slots=long_run.Slots(0, 0, 0),
+        graph_gb=0.4,
+    )
+
+
+def failed(found, memory=None, embedded=False):
+    verdicts = long_run.judge(found, memory or Flat(), embedded)
+    return [name for name, (passed, _) in verdicts.items() if not passed]
+
+
+def test_a_run_without_a_fault_passes():
+    assert failed(sound()) == []
+    assert len(long_run.judge(sound(), Flat(), embedded=False)) == 7
+
+
+def fault(name):
+    found = sound()
+    if name == "every request was answered":
+        found.failures.append("long x: server gone")
+    elif name == "every kind ran":
+        found.answers = [pair for pair in found.answers if pair[0].kind != "tool"]
+    elif name == "the pool was full":
+        found.usage = [0.5]
+    elif name == "every slot came back":
+        found.slots.after = 16
+    elif name == "no answer of the sample changed":
+        found.parted.append(("long y", compare((1, 2), (1, 3), (9.0, 9.0), 3.5)))
+    elif name == "CUDA graphs were captured":
+        found.graph_gb = 0.0
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in long_run.judge(sound(), Flat(), False) if n != "host memory stayed flat"])
+def test_each_fault_fails_its_verdict_alone(name):
+    assert failed(fault(name)) == [name]
+
+
+def test_a_pool_that_never_retracted_was_not_full():
+    found = sound()
+    found.answers = [(job, answer(retractions=0)) for job, _ in found.answers]
+    assert failed(found) == ["the pool was full"]
+
+
+def test_slots_that_a_flush_hides_are_seen_before_it():
+    found = sound()
+    found.slots = long_run.Slots(before=0, after=0, after_flush=3)
+    assert failed(found) == ["every slot came back"]
+    found.slots = None
+    assert failed(found) == ["every slot came back"]
+
+
+def test_nothing_asked_again_is_no_pass():
+    found = sound()
+    found.parted = []
+    assert failed(found) == ["no answer of the sample changed"]
+
+
+def test_memory_that_grows_after_its_warm_up():
+    warm = [GIB] * 10 + [2 * GIB] * 30  # caches that are filled once
+    assert failed(sound(), Flat(warm)) == []
+    leak = [2 * GIB + (8 << 20) * n for n in range(40)]
+    assert failed(sound(), Flat(leak)) == ["host memory stayed flat"]
+    assert failed(sound(), Flat([GIB] * 5)) == ["host memory stayed flat"]
+    assert growth(list(enumerate([5] * 5))) is None and growth(list(enumerate(leak))) > 64 << 20
+
+
+def test_an_embedded_run_has_no_graphs_to_show():
+    found = sound()
+    found.graph_gb = None
+    assert failed(found, embedded=True) == []
+
+
+def test_what_a_stream_wrote_on_after_its_end_is_no_answer():
+    assert long_run.until_stop((5, 2, 7, 2), {2}) == (5, 2)
+    assert long_run.until_stop((5, 6), {2}) == (5, 6)
+
+
+def test_the_sample_is_spread_over_the_run():
+    assert long_run.spread(list(range(10)), 3) == [0, 3, 6]
+    assert long_run.spread([1, 2], 5) == [1, 2]
+
+
+def test_every_kind_is_in_the_deck():
+    assert set(DECK) == set(KINDS) == {"short", "long", "shared", "tool", "streamed", "cancelled"}
+
+
+def test_this_process_is_resident():
+    import os
+
+    assert resident_bytes(os.getpgid(0)) > 10 << 20
+
+
+def test_the_flags_are_those_of_the_served_combination():
+    from launcher.flags import parse
+
+    args = long_run.arguments(["MODEL", "DRAFT", "OUT", "--logs", "L", "--pool", "4096", "--page-size", "16"])
+    flags = parse(long_run.server_flags(args))
+    assert (flags.kv_cache_dtype, flags.speculative_algorithm, flags.page_size) == ("nvfp4", "DFLASH", 16)
+    assert flags.max_total_tokens == 4096 and flags.disable_cuda_graph is not True

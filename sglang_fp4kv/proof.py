@@ -105,7 +105,7 @@ def _host_report(scheduler):
         str(entry.name.value): {
             "class": f"{type(entry.host_pool).__module__}.{type(entry.host_pool).__name__}",
             "tokens": entry.host_pool.size,
-            "bytes_per_token": entry.host_pool.size_per_token,
+            "bytes_per_token": getattr(entry.host_pool, "size_per_token", None),
         }
         for entry in _host_entries(scheduler)
     } or None
@@ -114,7 +114,7 @@ def _host_report(scheduler):
 def _host_entries(scheduler):
     """The hierarchical cache's pools (PoolEntry); none without it."""
     controller = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
-    return controller.mem_pool_host.entries if controller is not None else ()
+    return getattr(getattr(controller, "mem_pool_host", None), "entries", ())
 
 
 def _draft_runner(scheduler):

@@ -147,13 +147,22 @@ def test_a_copy_of_another_length_is_refused(pool, device):
         pool.load_cpu_copy(copy, torch.tensor([1, 2, 3], device=device))
 
 
-def test_moved_slots_take_their_scales_along(pool, device):
-    pool.use_native_move_kv_cache = True
-    k, v = rows(2, device)
-    source, target = torch.tensor([1, 2], device=device), torch.tensor([20, 21], device=device)
-    pool.set_kv_buffer(layer(2), source, k, v)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_moved_slots_take_their_scales_along(recipe_class, device, tiled):
+    """Both ways that SGLang moves slots: by indexing, and by one kernel over all buffers."""
+    pool = build_pool(packed_recipe(recipe_class, device), device, enable_kv_cache_copy=tiled)
+    pool.use_native_move_kv_cache = not tiled
+    source, target = (torch.tensor(slots, device=device) for slots in ([1, 2, 47], [20, 21, 9]))
+    for i in range(LAYERS):
+        pool.set_kv_buffer(layer(i), source, *rows(3, device, seed=i))
+    wanted = [[side.clone() for side in sides] for sides in pool._layer_buffers()]
+    for sides in wanted:
+        for side in sides:
+            assert side[source].any()
+            side[target] = side[source]
     pool.move_kv_cache(target, source)
-    assert torch.equal(decoded(pool, 2, target)[1], expected(v, 0.0625))
+    for sides, held in zip(wanted, pool._layer_buffers(), strict=True):
+        assert all(torch.equal(side, now) for side, now in zip(sides, held, strict=True))
 
 
 def test_what_the_pool_cannot_hold_is_refused(recipe_class, device):

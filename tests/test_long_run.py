@@ -37,7 +37,7 @@ def sound():
         parted=[("short p", compare((1, 2), (1, 2), (9.0, 9.0), 3.5))],
         usage=[0.2, 0.93],
         slots=long_run.Slots(0, 0, 0),
-        graph_gb=0.4,
+        graphs=(40, 1),
     )
 
 
@@ -63,8 +63,8 @@ def fault(name):
         found.slots.after = 16
     elif name == "no answer of the sample changed":
         found.parted.append(("long y", compare((1, 2), (1, 3), (9.0, 9.0), 3.5)))
-    elif name == "CUDA graphs were captured":
-        found.graph_gb = 0.0
+    elif name == "decode ran under CUDA graphs":
+        found.graphs = (0, 0)
     return found
 
 
@@ -104,8 +104,17 @@ def test_memory_that_grows_after_its_warm_up():
 
 def test_an_embedded_run_has_no_graphs_to_show():
     found = sound()
-    found.graph_gb = None
+    found.graphs = (0, 0)
     assert failed(found, embedded=True) == []
+
+
+def test_decode_steps_are_counted_in_the_log(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text(
+        "Prefill batch, cuda graph: False\nDecode batch, #running-req: 3, cuda graph: True, x\n"
+        "Decode batch, cuda graph: False, x\nDecode batch, cuda graph: True, x\n"
+    )
+    assert long_run.graph_steps(log) == (2, 1)
 
 
 def test_what_a_stream_wrote_on_after_its_end_is_no_answer():

@@ -67,7 +67,8 @@ class Slots:
 @dataclass
 class Found:
     """What a run saw. ``answers``: (Job, Answer) in the order they came; ``failures``: messages.
-    ``parted``: (what, Comparison) of the sample. ``usage``: shares of the pool, sampled."""
+    ``parted``: (what, Comparison) of the sample. ``usage``: shares of the pool, sampled. ``graphs``: decode
+    steps that SGLang logged as replayed from a CUDA graph, and as not."""
 
     asked: dict = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     answers: list = field(default_factory=list)
@@ -75,7 +76,7 @@ class Found:
     parted: list = field(default_factory=list)
     usage: list = field(default_factory=list)
     slots: Slots | None = None
-    graph_gb: float | None = None
+    graphs: tuple = (0, 0)
 
 
 def loads(url):
@@ -95,6 +96,14 @@ def idle_tokens(url):
         last = now
         time.sleep(1)
     raise ServerError(f"{url} is not idle after {_IDLE_SECONDS} s: {last}")
+
+
+def graph_steps(log):
+    """(replayed, eager) decode steps in SGLang's log, which names every fortieth."""
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if "Decode batch" in line and "cuda graph: " in line]
+    replayed = sum("cuda graph: True" in line for line in lines)
+    return replayed, len(lines) - replayed
 
 
 def flush(url):
@@ -192,7 +201,11 @@ def judge(found, memory, embedded):
             "too few samples" if more is None else f"grew by {more:,} of {allowed:,} bytes allowed",
         )
     if not embedded:
-        verdicts["CUDA graphs were captured"] = (bool(found.graph_gb), f"{found.graph_gb} GB of graphs")
+        replayed, eager = found.graphs
+        verdicts["decode ran under CUDA graphs"] = (
+            replayed > 9 * eager,
+            f"{replayed} of {replayed + eager} logged steps",
+        )
     return verdicts
 
 
@@ -206,7 +219,6 @@ def drive(args, server, found, progress):
     traffic = Traffic(asked, Suite(args.suite), long_tokens=long_tokens, written=args.written)
     memory = Memory(server.pid, gpu=not args.embedded)
     found.slots = Slots(idle_tokens(url), -1, -1)
-    found.graph_gb = (loads(url).get("memory") or {}).get("graph_gb")
     progress(f"{workers} at once, long prompts of {long_tokens} tokens, for {args.minutes:g} minutes")
     run_traffic(traffic, memory, found, 60 * args.minutes, workers)
     progress(f"asked {found.asked}, {len(found.failures)} failed")
@@ -240,7 +252,7 @@ def content(args, found, memory, verdicts, report, seconds):
             "verdicts": {v: sum(c.verdict == v for _, c in found.parted) for v in ("equal", "near-tie", "different")},
             "parted": {what: vars(c) for what, c in found.parted if c.position is not None},
         },
-        "graph_gb": found.graph_gb,
+        "graph_steps": found.graphs,
         "memory": memory.series(),
         "report": report,
     }
@@ -278,6 +290,7 @@ def main(argv=None):
             progress(f"ready after {server.wait_ready(START_SECONDS):.0f} s")
             memory = drive(args, server, found, progress)
             report = fp4kv_report(server_info(server.url))
+            found.graphs = graph_steps(server.log_path)
     except (ServerFailed, ServerGone, ServerError, requests.RequestException) as error:
         print(f"{error}\n" + "\n".join(found.failures[:5]), file=sys.stderr)
         return 1

@@ -113,18 +113,19 @@ def flush(url):
 
 
 def run_traffic(traffic, memory, found, seconds, workers):
-    """Asks from ``workers`` threads until ``seconds`` have passed and every answer is in."""
+    """Asks from ``workers`` threads until ``seconds`` have passed, every kind ran and every answer is in."""
     end, lock, done = time.monotonic() + seconds, threading.Lock(), threading.Event()
 
     def work():
-        while time.monotonic() < end and not traffic.server.gone:
+        while not traffic.server.gone and (time.monotonic() < end or not all(found.asked.values())):
             job = traffic.next_job()
+            with lock:
+                found.asked[job.kind] += 1
             try:
                 answer, problem = traffic.ask(job), None
             except (RequestFailed, ServerError, ServerGone, requests.RequestException) as error:
                 answer, problem = None, f"{job.kind} {job.prompt.id}: {error!r}"
             with lock:
-                found.asked[job.kind] += 1
                 if problem:
                     found.failures.append(problem)
                 if answer:
@@ -248,7 +249,9 @@ def content(args, found, memory, verdicts, report, seconds):
         "tokens": sum(len(answer.tokens) for _, answer in found.answers),
         "right": {kind: [sum(of), len(of)] for kind, of in rights.items() if of},
         "usage": {"peak": max(found.usage, default=None), "mean": sum(found.usage) / max(1, len(found.usage))},
+        "shared_cached_tokens": [a.cached_tokens for job, a in found.answers if job.kind == "shared"][:50],
         "sample": {
+            "asked": len(found.parted),
             "verdicts": {v: sum(c.verdict == v for _, c in found.parted) for v in ("equal", "near-tie", "different")},
             "parted": {what: vars(c) for what, c in found.parted if c.position is not None},
         },

@@ -1,0 +1,42 @@
+"""The long run's script against the embedded server: half a minute of mixed traffic, in pages of 64 tokens."""
+
+import json
+
+import pytest
+
+from launcher.demo import PAIR
+from tests.gpu import long_run
+
+pytestmark = pytest.mark.e2e
+
+PAGE = 64
+ARGS = (
+    "--embedded", "--minutes", "0.5", "--requests", "4", "--pool", "512", "--context", "512", "--chunk", "128",
+    "--written", "16", "--sample", "8", "--page-size", str(PAGE),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """(exit code, what was written)"""
+    folder = tmp_path_factory.mktemp("long-run")
+    out = folder / "long.json"
+    code = long_run.main([str(PAIR / "target"), str(PAIR / "draft"), str(out), "--logs", str(folder), *ARGS])
+    return code, json.loads(out.read_text())
+
+
+def test_nothing_failed(ran):
+    code, found = ran
+    assert [name for name, verdict in found["verdicts"].items() if not verdict["passed"]] == []
+    assert code == 0 and all(found["asked"].values())
+
+
+def test_answers_of_the_sample_are_equal_outright(ran):
+    _, found = ran
+    assert found["sample"]["verdicts"] == {"equal": found["sample"]["asked"], "near-tie": 0, "different": 0}
+
+
+def test_shared_prefixes_came_from_the_cache_in_whole_pages(ran):
+    _, found = ran
+    assert found["shared_cached_tokens"] and all(count % PAGE == 0 for count in found["shared_cached_tokens"])
+    assert max(found["shared_cached_tokens"]) >= PAGE

@@ -104,6 +104,7 @@ def settle(cache):
 def test_a_prefix_is_evicted_to_the_host_and_loaded_back(tree, backend, layout, page_size, policy, device):
     if device.type == "cpu" and not WAYS[backend, layout]:
         pytest.skip("SGLang's copy kernels need a GPU")
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
     from sglang.srt.mem_cache.base_prefix_cache import (
         EvictParams,
         InitLoadBackParams,
@@ -131,7 +132,7 @@ def test_a_prefix_is_evicted_to_the_host_and_loaded_back(tree, backend, layout, 
     match = cache.match_prefix(MatchPrefixParams(key=key))
     assert (match.device_prefix_len, match.host_hit_length) == (0, TOKENS)
     request = SimpleNamespace(
-        rid="r", last_node=match.last_device_node, swa_host_hit_length=0, mamba_host_hit_length=0
+        rid="r", last_node=match.last_device_node, swa_host_hit_length=0, mamba_host_hit_length=0, kv=ReqKvInfo()
     )
     loaded, node = cache.init_load_back(
         InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=TOKENS, req=request)

@@ -1,8 +1,11 @@
 """The long run's verdicts: each turns to a failure where its fault is, and only there."""
 
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
+from fake_server import FakeServer, right
 
 from launcher.equality import compare
 from tests.gpu import long_run
@@ -132,8 +135,6 @@ def test_every_kind_is_in_the_deck():
 
 
 def test_this_process_is_resident():
-    import os
-
     assert resident_bytes(os.getpgid(0)) > 10 << 20
 
 
@@ -144,3 +145,100 @@ def test_the_flags_are_those_of_the_served_combination():
     flags = parse(long_run.server_flags(args))
     assert (flags.kv_cache_dtype, flags.speculative_algorithm, flags.page_size) == ("nvfp4", "DFLASH", 16)
     assert flags.max_total_tokens == 4096 and flags.disable_cuda_graph is not True
+
+
+class FullServer(FakeServer):
+    """A server with a full pool that answers `/generate` and `/tokenize` too, a character a token.
+
+    ``leak``: slots that stay in use once something was cancelled. ``garble``: whether what is asked beside
+    other requests gets a wrong token.
+    """
+
+    def __init__(self, leak=0, garble=False):
+        super().__init__(answer=(lambda n, body, text: text[:-1] + "?") if garble else None, meta=self._retracted)
+        self.leak, self.leaked, self.streams, self.flushed = leak, 0, 0, 0
+
+    @staticmethod
+    def _retracted(n, body, meta):
+        meta["num_retractions"] = 1
+
+    def get(self, path):
+        if path.startswith("/v1/loads"):
+            load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": self.leaked, "token_usage": 0.9}
+            return 200, {"loads": [load]}
+        return super().get(path)
+
+    def post(self, path, body):
+        """The answer to what FakeServer does not have."""
+        if path == "/flush_cache":
+            self.flushed += 1
+            return 200, {}
+        if path == "/tokenize":
+            return 200, {"tokens": [ord(c) for c in body["messages"][0]["content"]]}
+        text, asked = right("".join(map(chr, body["input_ids"]))), body["sampling_params"]
+        if "logprob_start_len" in body:
+            given = body["input_ids"][body["logprob_start_len"] + 1 :]
+            tops = [[[-0.1, token], [-9.1, 0]] for token in given]
+            logprobs = {
+                "input_token_logprobs": [[-0.1, token, None] for token in given],
+                "input_top_logprobs": tops,
+            }
+            return 200, {"meta_info": {"cached_tokens": 0, **logprobs}}
+        tokens = [ord(c) for c in text]
+        if asked.get("ignore_eos"):
+            tokens = [*tokens, self.stop_token, *[7] * asked["max_new_tokens"]][: asked["max_new_tokens"]]
+        if body.get("stream"):
+            self.streams += 1
+            self.leaked = self.leak
+        meta = {"prompt_tokens": len(body["input_ids"]), "cached_tokens": 0, "completion_tokens": len(tokens)}
+        return 200, {"output_ids": tokens, "text": text, "meta_info": meta}
+
+
+def drive(**faults):
+    """A short run against a FullServer."""
+    with FullServer(**faults) as server:
+        plain = server.http.RequestHandlerClass.do_POST
+
+        def do_post(handler):
+            if "/v1/" in handler.path:
+                plain(handler)
+                return
+            body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])) or "{}")
+            status, content = server.post(handler.path, body)
+            if not body.get("stream"):
+                handler._send((status, content))
+                return
+            handler.send_response(200)
+            handler.end_headers()
+            for count in (1, 2, 3, len(content["output_ids"])):
+                part = {**content, "output_ids": content["output_ids"][:count]}
+                handler.wfile.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+            handler.wfile.write(b"data: [DONE]\n\n")
+            handler.close_connection = True
+
+        server.http.RequestHandlerClass.do_POST = do_post
+        flags = [
+            "--embedded", "--minutes", "0.02", "--requests", "4", "--pool", "4000", "--written", "64",
+            "--sample", "30",
+        ]  # fmt: skip
+        args = long_run.arguments(["MODEL", "DRAFT", "OUT", "--logs", "L", *flags])
+        found, process = long_run.Found(), SimpleNamespace(url=server.url, pid=os.getpgid(0))
+        long_run.drive(args, process, found, lambda text: None)
+        assert server.flushed > 1
+    return found
+
+
+def test_a_sound_server_is_driven_without_a_fault():
+    found = drive()
+    assert failed(found, embedded=True) == [] and {c.verdict for _, c in found.parted} == {"equal"}
+    result = long_run.content(
+        long_run.arguments(["MODEL", "DRAFT", "OUT", "--logs", "L", "--embedded"]), found, Flat(), {}, None, 1.0
+    )
+    assert json.loads(json.dumps(result))["right"]["tool"][0] > 0
+    assert result["sample"]["verdicts"]["equal"] == result["sample"]["asked"] > 0
+
+
+def test_a_server_that_garbles_under_load_and_leaks_is_found_out():
+    found = drive(leak=16, garble=True)
+    assert failed(found, embedded=True) == ["every slot came back", "no answer of the sample changed"]
+    assert {c.gap for _, c in found.parted if not c.passed} == {9.0}

@@ -94,7 +94,7 @@ def idle_tokens(url):
         if now == last and now[:2] == (0, 0):
             return now[2]
         last = now
-        time.sleep(1)
+        time.sleep(0.2)
     raise ServerError(f"{url} is not idle after {_IDLE_SECONDS} s: {last}")
 
 

@@ -36,7 +36,9 @@ for name in "$@"; do
     long) phase long "$py" -m tests.gpu.long_run models/pair/target models/pair/draft "$out/h200_long.json" \
       --minutes "${LONG_MINUTES:-10}" --logs "$out/logs/long" ;;
     hicache) FP4KV_REQUIRE_GPU=1 phase hicache "$py" -m pytest -m interpreter tests/test_host_pool.py --timeout 250 \
-      2>&1 | tee "$out/hicache.log" | tail -40 ;;
+      tests/test_host_tree.py 2>&1 | tee "$out/hicache.log" | tail -40
+      phase host-cache "$py" -m tests.gpu.host_cache models/pair/target models/pair/draft "$out/h200_host_cache.json" \
+        --logs "$out/logs/host-cache" ;;
     sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ${SANITIZE_MODES:-} ;;
     *) echo "unknown phase $name"; status=2 ;;
   esac

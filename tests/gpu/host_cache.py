@@ -3,7 +3,7 @@
 usage: python -m tests.gpu.host_cache MODEL DRAFT OUT.json --logs DIR [--embedded]
 
 One drafted server after the other, one for each I/O backend and host layout (on a CPU the one that it has), in
-pages of 16 tokens. The pool holds little more than the prompts; what is evicted is written to the host then
+pages of 64 tokens. The pool holds little more than the prompts; what is evicted is written to the host then
 (write_back). A prompt is asked from nothing, from the prefix cache on the device, and after it was evicted. The
 second and the third read the same tokens out of the pool, so the same bytes give the same answer, on prompts whose
 two best tokens often tie, and the same accept length, which is what the drafter's own K and V decide. Then twice
@@ -31,8 +31,8 @@ from tests.gpu.long_run import idle_tokens
 
 PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
-PAGE, POOL, NEW_TOKENS = 16, 448, 8
-PRESSING = 6  # prompts of five pages each: more than the pool's 28
+PAGE, POOL, NEW_TOKENS = 64, 448, 8
+PRESSING = 4  # prompts of more than two pages each; the pool has seven
 WAYS = (("kernel", "page_first"), ("kernel", "layer_first"), ("direct", "page_first_direct"), ("direct", "layer_first"))
 CPU_WAYS = (("direct", "page_first_direct"),)
 
@@ -41,7 +41,7 @@ def server_flags(model, draft, backend, layout, embedded):
     flags = [
         "--model-path", str(model), "--kv-cache-dtype", "nvfp4", "--attention-backend", "triton",
         "--page-size", str(PAGE), "--max-total-tokens", str(POOL), "--max-running-requests", "4",
-        "--enable-hierarchical-cache", "--hicache-ratio", "2.5", "--hicache-write-policy", "write_back",
+        "--enable-hierarchical-cache", "--hicache-ratio", "5", "--hicache-write-policy", "write_back",
         "--hicache-io-backend", backend, "--hicache-mem-layout", layout, "--sampling-backend", "pytorch",
         "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft),
     ]  # fmt: skip
@@ -79,7 +79,7 @@ def unsure(seed, length):
 def prompts(model):
     """Two that no drafter foresees, and one of the pair's own, most of whose drafts are accepted."""
     own = [p["input_ids"] for p in load_prompts(PAIR / "prompts.json", model) if p["name"] == "recall"]
-    return [*(unsure(seed, 6 * PAGE + 1) for seed in range(2)), *own]
+    return [*(unsure(seed, PAGE + 33) for seed in range(2)), *own]
 
 
 def ask(url, prompt, new_tokens=NEW_TOKENS):
@@ -101,7 +101,7 @@ def ask(url, prompt, new_tokens=NEW_TOKENS):
 def press(url, seed):
     """Asks other prompts until nothing of those before is left on the device."""
     for number in range(PRESSING):
-        ask(url, unsure(f"press/{seed}/{number}", 5 * PAGE), new_tokens=1)
+        ask(url, unsure(f"press/{seed}/{number}", 2 * PAGE + 16), new_tokens=1)
 
 
 def examine(url, asked, told):

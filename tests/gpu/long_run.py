@@ -1,7 +1,7 @@
 """Minutes of mixed traffic on a full NVFP4 pool with the drafter: no slot lost, no answer changed, memory flat.
 
 usage: python -m tests.gpu.long_run MODEL DRAFT OUT.json --logs DIR [--minutes 10] [--suite pair] [--embedded]
-           [--requests 16] [--pool 12288] [--context 4096] [--chunk 1024] [--sample 100] [--page-size N]
+           [--requests 16] [--pool 12288] [--long N] [--context 4096] [--chunk 1024] [--sample 100] [--page-size N]
 
 Short, long and prefix-shared prompts, tool calls, streams that are written on past their end, and streams
 that are dropped run beside each other, half as many again as the server runs at once, in a pool that they
@@ -216,7 +216,8 @@ def drive(args, server, found, progress):
     asked = Server("target", url, timeout_s=600)
     facts = asked.connect()
     workers = args.requests + args.requests // 2
-    long_tokens = min(int(2 * args.pool / args.requests), facts.context_tokens - args.written - 64)
+    long_tokens = args.long or int(2 * args.pool / args.requests)
+    long_tokens = min(long_tokens, facts.context_tokens - args.written - 64)
     traffic = Traffic(asked, Suite(args.suite), long_tokens=long_tokens, written=args.written)
     memory = Memory(server.pid, gpu=not args.embedded)
     found.slots = Slots(idle_tokens(url), -1, -1)
@@ -249,7 +250,7 @@ def content(args, found, memory, verdicts, report, seconds):
         "tokens": sum(len(answer.tokens) for _, answer in found.answers),
         "right": {kind: [sum(of), len(of)] for kind, of in rights.items() if of},
         "usage": {"peak": max(found.usage, default=None), "mean": sum(found.usage) / max(1, len(found.usage))},
-        "shared_cached_tokens": [a.cached_tokens for job, a in found.answers if job.kind == "shared"][:50],
+        "shared_from_cache": sum(a.cached_tokens > 0 for job, a in found.answers if job.kind == "shared"),
         "sample": {
             "asked": len(found.parted),
             "verdicts": {v: sum(c.verdict == v for _, c in found.parted) for v in ("equal", "near-tie", "different")},
@@ -273,6 +274,7 @@ def arguments(argv=None):
     parser.add_argument("--suite", choices=SUITES, default="pair")
     parser.add_argument("--requests", type=int, default=16, help="that the server runs at once")
     parser.add_argument("--pool", type=int, default=12288, help="tokens")
+    parser.add_argument("--long", type=int, help="tokens of a long prompt; twice a request's share of the pool")
     parser.add_argument("--context", type=int, default=4096, help="tokens")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill")
     parser.add_argument("--page-size", type=int, default=1)

@@ -13,7 +13,7 @@ VERDICTS = (
     "nothing was cached at first", "then on the device", "then on the host",
     "answers from the host are those from the device", "so are accept lengths",
     "control: without scales answers change",
-    "control: without the drafter's K and V fewer drafts are accepted", "and no other answers", "every slot came back",
+    "control: with the drafter's K and V spoiled fewer drafts are accepted", "and no other answers", "every slot came back",
     "host pools take the bytes of the device's",
 )  # fmt: skip
 

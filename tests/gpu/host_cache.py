@@ -7,7 +7,9 @@ pages of 64 tokens. The pool holds little more than the prompts; what is evicted
 (write_back). A prompt is asked from nothing, from the prefix cache on the device, and after it was evicted. The
 second and the third read the same tokens out of the pool, so the same bytes give the same answer, on prompts whose
 two best tokens often tie, and the same accept length, which is what the drafter's own K and V decide. Then twice
-more, with the drafter's K and V and with the target's block scales left on the host: the negative controls.
+more: with the drafter's K and V spoiled as they come back, and with the target's block scales left on the host, the
+negative controls. (Left on the host, the drafter's rows cost the pair no accepted token; that their bytes come back
+is what tests/test_host_tree.py shows.)
 
 Writes OUT.json. Exit codes: 0; 3 when a verdict fails; 1 when a server did not start.
 """
@@ -140,7 +142,7 @@ def judge(seen):
         "answers from the host are those from the device": _tokens(seen.from_host) == _tokens(seen.from_device),
         "so are accept lengths": _accepted(seen.from_host) == _accepted(seen.from_device),
         "control: without scales answers change": _tokens(seen.left["scales"]) != _tokens(seen.from_device),
-        "control: without the drafter's K and V fewer drafts are accepted": (
+        "control: with the drafter's K and V spoiled fewer drafts are accepted": (
             sum(_accepted(seen.left["draft"])) < sum(_accepted(seen.from_device))
         ),
         "and no other answers": _tokens(seen.left["draft"]) == _tokens(seen.from_device),

@@ -19,8 +19,8 @@ FP4KV_MISREAD names a file with one word, read at every layer: how the readers d
 FP4KV_FAULT_FILE=file switches the faults of fp4kv_faults.py on and off in a running server.
 
 FP4KV_LEFT_ON_HOST names a file with one word, read at every load from host memory: what the hierarchical
-cache deliberately does not load. "scales" are the target's block scales, "draft" is the drafter's K and V;
-anything else, or no file, loads all.
+cache deliberately does not load. "scales" are the target's block scales; with "draft" the drafter's K and V
+come back as FP8's largest value. Anything else, or no file, loads all.
 
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
@@ -88,15 +88,20 @@ def told(file):
 
 def leave_on_host(file):
     """Lets the host pools of sglang_fp4kv.host_pool and of the drafter leave out what ``file`` says."""
+    import torch
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     load = MHATokenToKVPoolHost.load_to_device_per_layer
+    largest = 0x7E
 
     @functools.wraps(load)
-    def load_some(pool, *args, **kwargs):
+    def load_some(pool, device_pool, host_indices, device_indices, layer_id, *args, **kwargs):
         left = told(file)
-        if not (left and pool.pool_label.endswith(left)):
-            load(pool, *args, **kwargs)
+        if left != "scales" or not pool.pool_label.endswith(left):
+            load(pool, device_pool, host_indices, device_indices, layer_id, *args, **kwargs)
+        if left == "draft" == pool.pool_label:
+            for rows in (pool.device_k_buffers[layer_id], pool.device_v_buffers[layer_id]):
+                rows.view(torch.uint8)[device_indices] = largest
 
     MHATokenToKVPoolHost.load_to_device_per_layer = load_some
 

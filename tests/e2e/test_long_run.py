@@ -21,6 +21,7 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long-run")
     out = folder / "long.json"
     code = long_run.main([str(PAIR / "target"), str(PAIR / "draft"), str(out), "--logs", str(folder), *ARGS])
+    assert out.exists(), f"exit code {code}; the server's log is in {folder}"
     return code, json.loads(out.read_text())
 
 

@@ -107,9 +107,12 @@ def graph_steps(log):
 
 
 def flush(url):
-    answer = requests.post(f"{url}/flush_cache", timeout=60)
-    if answer.status_code != 200:
-        raise ServerError(f"{url}/flush_cache: HTTP {answer.status_code}: {answer.text[:300]}")
+    """Empties the prefix cache, which SGLang refuses for a moment after an answer."""
+    end = time.monotonic() + _IDLE_SECONDS
+    while (answer := requests.post(f"{url}/flush_cache", timeout=60)).status_code != 200:
+        if time.monotonic() > end:
+            raise ServerError(f"{url}/flush_cache: HTTP {answer.status_code}: {answer.text[:300]}")
+        time.sleep(0.2)
 
 
 def run_traffic(traffic, memory, found, seconds, workers):

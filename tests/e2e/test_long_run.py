@@ -1,4 +1,4 @@
-"""The long run's script against the embedded server: half a minute of mixed traffic, in pages of 64 tokens."""
+"""The long run's script against the embedded server: 24 seconds of mixed traffic, in pages of 64 tokens."""
 
 import json
 
@@ -10,8 +10,8 @@ from tests.gpu import long_run
 pytestmark = pytest.mark.e2e
 
 ARGS = (
-    "--embedded", "--minutes", "0.5", "--requests", "4", "--pool", "448", "--context", "448", "--chunk", "128",
-    "--long", "110", "--written", "24", "--sample", "8", "--page-size", "64",
+    "--embedded", "--minutes", "0.4", "--requests", "4", "--pool", "448", "--context", "448", "--chunk", "128",
+    "--long", "110", "--written", "24", "--sample", "6", "--page-size", "64",
 )  # fmt: skip
 
 

@@ -76,12 +76,6 @@ def test_each_fault_fails_its_verdict_alone(name):
     assert failed(fault(name)) == [name]
 
 
-def test_a_pool_that_never_retracted_was_not_full():
-    found = sound()
-    found.answers = [(job, answer(retractions=0)) for job, _ in found.answers]
-    assert failed(found) == ["the pool was full"]
-
-
 def test_slots_that_a_flush_hides_are_seen_before_it():
     found = sound()
     found.slots = long_run.Slots(before=0, after=0, after_flush=3)

@@ -163,7 +163,7 @@ EXAMPLES = {
     "FP4-044": _MODEL | {"layers": "3, 7", "total": "36"},
     "FP4-045": _MODEL | {"problem": "model.safetensors ends before its header does"},
     "FP4-046": {"asked": f"{_NVFP4} --enable-unified-memory"},
-    "FP4-047": {"asked": f"{_NVFP4} --enable-hierarchical-cache"},
+    "FP4-047": {"asked": "--kv-cache-dtype fp4_mx_block16 --enable-hierarchical-cache"},
     "FP4-048": {"asked": f"{_NVFP4} --enable-lmcache"},
     "FP4-049": {"asked": f"{_NVFP4} --enable-flexkv"},
     "FP4-050": {"asked": f"{_NVFP4} --enable-unified-cache-external-linker"},
@@ -217,5 +217,16 @@ EXAMPLES = {
         "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10 --page-size 16",
         "width": "10",
         "page": "16",
+    },
+    "FP4-095": {"asked": f"{_TRITON} --enable-hierarchical-cache"},
+    "FP4-096": {"asked": f"{_TRITON} --enable-hierarchical-cache --hicache-storage-backend file"},
+    "FP4-097": {
+        "asked": f"{_TRITON} --enable-hierarchical-cache --hicache-io-backend kernel for my-model",
+        "row": "4",
+        "multiple": "8",
+    },
+    "FP4-098": {
+        "asked": f"{_TRITON} --enable-hierarchical-cache --speculative-algorithm EAGLE3",
+        "beside": "with EAGLE3",
     },
 }

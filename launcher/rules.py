@@ -100,6 +100,10 @@ RULES = {
     "FP4-079": Rule(drafter.draft_head_is_untested, UNTESTED, NVFP4),
     "FP4-080": Rule(drafter.drafter_is_not_served, UNTESTED, NVFP4, server_refuses=True),
     "FP4-081": Rule(drafter.ngram_tree_on_pages, FAILS, NVFP4),
+    "FP4-095": Rule(storage.hierarchical_cache_on_a_gpu, UNTESTED, NVFP4),
+    "FP4-096": Rule(storage.hierarchical_cache_way, FAILS, NVFP4, server_refuses=True),
+    "FP4-097": Rule(storage.hierarchical_cache_rows, FAILS, NVFP4, server_refuses=True),
+    "FP4-098": Rule(storage.hierarchical_cache_companions, UNTESTED, NVFP4, server_refuses=True),
 }
 
 

@@ -87,9 +87,39 @@ TEXTS = {
     ),
     "FP4-047": Text(
         name="fp4-hierarchical-cache",
-        says="the hierarchical cache is asked for with FP4 KV",
-        why="its host pool takes the codes without their block scales, so what comes back decodes to other values",
+        says="the hierarchical cache is asked for with FP4 KV that is not NVFP4 on Triton",
+        why="SGLang's host pool has no place for block scales; this kit's takes those of NVFP4 as its Triton readers "
+        "have them",
         evidence=_HOOKS,
+        help="leave out --enable-hierarchical-cache",
+    ),
+    "FP4-095": Text(
+        name="hierarchical-cache-on-a-gpu",
+        says="the hierarchical cache is asked for with NVFP4 KV on a GPU",
+        why="codes and scales go to the host and back on a CPU; there is no result of a GPU on file",
+        evidence="tests/e2e/test_hierarchical_cache.py",
+        help="leave out --enable-hierarchical-cache, or --allow FP4-095",
+    ),
+    "FP4-096": Text(
+        name="hierarchical-cache-way",
+        says="the hierarchical cache is asked for in a way that does not take block scales along",
+        why="they are carried in the layouts layer_first, page_first and page_first_direct by the I/O backends kernel "
+        "(on a GPU) and direct; storage behind the host would get codes without them",
+        evidence="sglang_fp4kv/host_pool.py",
+        help="leave out --hicache-storage-backend and --hicache-mem-layout, and pass --hicache-io-backend direct",
+    ),
+    "FP4-097": Text(
+        name="hierarchical-cache-rows-too-short",
+        says="a token's block scales take {row} bytes a layer on one GPU, which the I/O backend kernel does not copy",
+        why="SGLang's copy kernels take rows of a multiple of {multiple} bytes",
+        evidence="transfer_kv_launcher in sgl-kernel/csrc/kvcacheio/transfer.cu",
+        help="--hicache-io-backend direct",
+    ),
+    "FP4-098": Text(
+        name="hierarchical-cache-companions",
+        says="the hierarchical cache is asked for {beside}",
+        why="it was proven with full attention, alone and with DFLASH, whose own K and V go to the host as well",
+        evidence="tests/e2e/test_hierarchical_cache.py; " + _SERVER,
         help="leave out --enable-hierarchical-cache",
     ),
     "FP4-048": Text(

@@ -1,8 +1,8 @@
 """What the patch series calls: refusals and scale copies for FP4 KV pools.
 
 Each function is called from one or two lines of patched SGLang 0.5.23 (patches/), always behind a
-check that FP4 KV is in use, so a server without FP4 never imports this module. Nothing here
-imports SGLang.
+check that FP4 KV is in use, so a server without FP4 never imports this module. Importing it imports
+nothing of SGLang's.
 """
 
 import torch
@@ -39,7 +39,7 @@ def refuse_scale_loss(cfg):
     Raises: ValueError naming every option that would copy FP4 codes without their block scales.
     """
     movers = {
-        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache and not _on_the_host(cfg),
         "--enable-lmcache": cfg.enable_lmcache,
         "--enable-flexkv": cfg.enable_flexkv,
         f"--radix-cache-backend {cfg.radix_cache_backend}": cfg.radix_cache_backend == "flexkv",
@@ -54,6 +54,13 @@ def refuse_scale_loss(cfg):
             f"{cfg.speculative_draft_kv_cache_dtype}) cannot be used with {', '.join(asked)}: "
             "KV is moved there without its block scales, so what comes back decodes to other values."
         )
+
+
+def _on_the_host(cfg):
+    """Whether the hierarchical cache's host pool is ours, which takes the scales along."""
+    from sglang_fp4kv.resolution import uses_packed_read
+
+    return uses_packed_read(cfg) and cfg.hicache_storage_backend is None
 
 
 def append_scale_copies(pool, indices, kv_cache_cpu):

@@ -24,7 +24,8 @@ INTERNAL_STATE = (
     ".SchedulerInternalStateController.get_internal_state"
 )
 POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
-HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED, POOL_CELL)
+HOST_POOL_CLASS = "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls"
+HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED, POOL_CELL, HOST_POOL_CLASS)
 
 _active = False
 
@@ -70,6 +71,7 @@ def activate():
     HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
     HookRegistry.register(INIT_HELPER, draft_writes.note_why_not_fused, HookType.AROUND)
     HookRegistry.register(APPEND_FUSED, draft_writes.note_failed_write, HookType.AROUND)
+    HookRegistry.register(HOST_POOL_CLASS, _host_pool_class, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()
@@ -95,6 +97,13 @@ def _pool_class(original, configurator, *, kind, default):
     if default is not MHATokenToKVPool:
         raise ValueError(f"NVFP4 KV cannot be built as a {default.__name__}")
     return DraftTokenToKVPool if configurator.is_draft_worker else NVFP4TokenToKVPool
+
+
+def _host_pool_class(original, buffer_info):
+    """Our host pool for a packed NVFP4 pool under the hierarchical cache, SGLang's choice elsewhere."""
+    from sglang_fp4kv.host_pool import NVFP4TokenToKVPoolHost, is_packed
+
+    return NVFP4TokenToKVPoolHost if is_packed(buffer_info) else original(buffer_info)
 
 
 def _wrap_triton_backend():

@@ -206,6 +206,12 @@ class NVFP4TokenToKVPool(MHATokenToKVPool):
         """
         raise ValueError("NVFP4 KV cannot be transferred between servers: PD registers no scales")
 
+    def _mha_buffer_info(self):
+        """What the hierarchical cache copies to and from the host; see sglang_fp4kv.host_pool."""
+        from sglang_fp4kv.host_pool import codes_info
+
+        return codes_info(self)
+
     def _layer_buffers(self):
         return zip(
             self.k_buffer, self.k_scale_buffer, self.v_buffer, self.v_scale_buffer, strict=True

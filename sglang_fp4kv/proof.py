@@ -72,7 +72,8 @@ def report(scheduler):
     """A JSON-able description of the pools, recipe and backends that ``scheduler`` serves with.
 
     Keys: version, target, draft (None without a drafter), budget (the sizing that chose the number
-    of tokens), max_total_num_tokens. Bytes are bytes on this GPU.
+    of tokens), max_total_num_tokens, host (the hierarchical cache's pools by name, None without it).
+    Bytes are bytes on this GPU, or in host memory for it.
     """
     from sglang_fp4kv.pool import find_packed_pool
 
@@ -110,7 +111,25 @@ def report(scheduler):
         "draft": draft,
         "budget": dict(_budget),
         "max_total_num_tokens": scheduler.max_total_num_tokens,
+        "host": _host_report(scheduler),
     }
+
+
+def _host_report(scheduler):
+    return {
+        str(entry.name.value): {
+            "class": f"{type(entry.host_pool).__module__}.{type(entry.host_pool).__name__}",
+            "tokens": entry.host_pool.size,
+            "bytes_per_token": getattr(entry.host_pool, "size_per_token", None),
+        }
+        for entry in _host_entries(scheduler)
+    } or None
+
+
+def _host_entries(scheduler):
+    """The hierarchical cache's pools (PoolEntry); none without it."""
+    controller = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
+    return getattr(getattr(controller, "mem_pool_host", None), "entries", ())
 
 
 def _draft_runner(scheduler):
@@ -165,6 +184,7 @@ def require_active(scheduler):
             problems.append(f"the drafter's pool is {type(pool).__name__}")
         if getattr(pool, "dtype", None) == getattr(torch, "float4_e2m1fn_x2", object()):
             problems.append("the drafter's pool is FP4")
+    problems += _host_problems(scheduler, packed, draft_runner)
     if problems:
         raise RuntimeError("fp4kv does not serve as asked: " + "; ".join(problems))
     own = report(scheduler)
@@ -176,6 +196,25 @@ def gather_ranks(tp_group, own):
     """Keeps the report of every rank of ``tp_group``, each of which has to call this with its ``own``."""
     if tp_group.world_size > 1:
         _ranks[:] = tp_group.all_gather_object(own)
+
+
+def _host_problems(scheduler, packed, draft_runner):
+    """What the hierarchical cache does not carry: the scales, or the drafter's K and V."""
+    from sglang_fp4kv.host_pool import NVFP4TokenToKVPoolHost
+
+    entries = _host_entries(scheduler)
+    carried = [entry.device_pool for entry in entries]
+    problems = [
+        f"the target's host pool is {type(entry.host_pool).__name__}"
+        for entry in entries
+        if entry.device_pool is packed and not isinstance(entry.host_pool, NVFP4TokenToKVPoolHost)
+    ]
+    wanted = {"target": packed, "drafter": draft_runner and draft_runner.token_to_kv_pool}
+    return problems + [
+        f"the {whose}'s pool has no host pool"
+        for whose, pool in wanted.items()
+        if entries and pool is not None and not any(pool is one for one in carried)
+    ]
 
 
 def add_report(output, controller, recv_req):

@@ -19,8 +19,14 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang_fp4kv import formats
 from sglang_fp4kv.checkpoint_scales import check_scales
 from sglang_fp4kv.served import (
-    BACKEND, DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL,
-)  # fmt: skip
+    BACKEND,
+    DRAFT_DTYPE_DEFAULT,
+    DRAFT_DTYPES,
+    DRAFTERS,
+    DRAFTERS_WITHOUT_MODEL,
+    HOST_IO_BACKENDS,
+    HOST_LAYOUTS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +103,7 @@ def unproven(server_args):
         f"PD disaggregation (--disaggregation-mode {cfg.disaggregation_mode})": (
             cfg.disaggregation_mode != "null"
         ),
-        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        **_hierarchical_cache(cfg, drafter, mambaish_config(model)),
         "--enable-lmcache": cfg.enable_lmcache,
         "--enable-flexkv": cfg.enable_flexkv or cfg.radix_cache_backend == "flexkv",
         "--enable-unified-cache-external-linker": cfg.enable_unified_cache_external_linker,
@@ -121,6 +127,20 @@ def unproven(server_args):
         ),
     }
     return [what for what, present in asked.items() if present]
+
+
+def _hierarchical_cache(cfg, drafter, recurrent):
+    """What the host pool of sglang_fp4kv.host_pool does not carry or was not proven with."""
+    on = cfg.enable_hierarchical_cache
+    layout, backend = cfg.hicache_mem_layout, cfg.hicache_io_backend
+    return {
+        f"--hicache-storage-backend {cfg.hicache_storage_backend}": on
+        and cfg.hicache_storage_backend is not None,
+        f"--hicache-mem-layout {layout}": on and layout not in HOST_LAYOUTS,
+        f"--hicache-io-backend {backend}": on and backend not in HOST_IO_BACKENDS,
+        f"--enable-hierarchical-cache with {drafter}": on and drafter not in (None, "DFLASH"),
+        "--enable-hierarchical-cache on a model with recurrent layers": on and recurrent is not None,
+    }
 
 
 def resolve_kv4(server_args, previous):

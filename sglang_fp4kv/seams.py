@@ -55,8 +55,18 @@ SEAMS = {
         "self", "kv_cache_cpu", "indices", "mamba_indices", "req_pool_index",
     ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": ("self",),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._mha_buffer_info": ("self",),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._mha_buffers": ("self",),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._mha_scale_buffers": ("self",),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc": ("loc_info",),
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ("self", "kvc"),
+    "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls": ("buffer_info",),
+    "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": (
+        "self", "device_pool", "host_indices", "device_indices", "io_backend",
+    ),
+    "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer": (
+        "self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft",
+    ),
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": (
         "self", "available_bytes", "page_size",
     ),

@@ -11,6 +11,12 @@ DRAFT_DTYPES = (DRAFT_DTYPE_DEFAULT, "bf16", "bfloat16")
 # Drafters that run beside NVFP4 KV, by SGLang's names; NEXTN is EAGLE once SGLang has resolved it.
 DRAFTERS = ("DFLASH", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 DRAFTERS_WITHOUT_MODEL = ("NGRAM",)
+# What --enable-hierarchical-cache can be asked with (sglang_fp4kv/host_pool.py). SGLang's copy kernels refuse
+# rows of another multiple than this many bytes (transfer_kv_launcher in sgl-kernel/csrc/kvcacheio/transfer.cu);
+# "direct" copies any.
+HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+HOST_IO_BACKENDS = ("kernel", "direct")
+HOST_KERNEL_ROW_BYTES = 8
 
 # How `fp4kv serve` holds a server back until it has proven itself (sglang_fp4kv/readiness.py).
 HOLD_SOCKET = "FP4KV_HOLD_SOCKET"  # environment: name of the launcher's abstract Unix socket

@@ -120,7 +120,8 @@ def scale_loss():
     quiet |= {"disaggregation_decode_retraction_backup": None, "radix_eviction_policy": "lru"}
     quiet |= {"_swa_full_tokens_ratio_explicitly_set": False, "swa_prefix_tails": None}
     quiet |= {"speculative_draft_kv_cache_dtype": None, "speculative_algorithm": None}
-    quiet |= {"hicache_host_memory_mode": "auto"}
+    quiet |= {"hicache_host_memory_mode": "auto", "hicache_storage_backend": None}
+    quiet |= dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
     kv_cache_hook.resolving_view = kv_cache_hook.resolved_view = lambda args: args
     kv_cache_hook.resolution_result = lambda args, name: 0.8
     kv_cache_hook.attn_dp_enabled_of = lambda args: False
@@ -147,10 +148,13 @@ def scale_loss():
         "fp4_draft": {"kv_cache_dtype": "fp8_e4m3", "speculative_draft_kv_cache_dtype": "nvfp4"},
         "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     }
-    return {
+    found = {
         kind: {name: outcome(resolve, **dtypes, **asked) for name, asked in movers.items()}
         for kind, dtypes in kinds.items()
     }
+    packed = kinds["nvfp4"] | movers["hicache"] | {"attention_backend": "triton"}
+    carried = {"nvfp4": packed, "nvfp4_to_storage": packed | {"hicache_storage_backend": "file"}}
+    return found | {"host": {name: outcome(resolve, **asked) for name, asked in carried.items()}}
 
 
 def retraction():

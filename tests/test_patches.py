@@ -100,6 +100,12 @@ def test_fp4_scale_loss_is_refused(patched, kind):
         assert f"cannot be used with {', '.join(flags)}: " in found[name]["text"]
 
 
+def test_the_hierarchical_cache_of_packed_nvfp4_takes_the_scales_along(patched):
+    found = patched["scale_loss"]["host"]
+    assert found["nvfp4"] == "resolved"
+    assert "cannot be used with --enable-hierarchical-cache: " in found["nvfp4_to_storage"]["text"]
+
+
 def test_scale_loss_is_not_refused_for_fp8(patched):
     assert set(patched["scale_loss"]["fp8"].values()) == {"resolved"}
 

@@ -148,7 +148,7 @@ def test_a_copy_of_another_length_is_refused(pool, device):
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_moved_slots_take_their_scales_along(recipe_class, device, native):
+def test_accepted_rows_move_over_each_other(recipe_class, device, native):
     """As after a tree verify: rows move to the front of their block, over each other, and one stays."""
     recipe = packed_recipe(recipe_class, device)
     pool = build_pool(recipe, device, enable_kv_cache_copy=True)  # as SGLang builds it with a drafter
@@ -162,6 +162,24 @@ def test_moved_slots_take_their_scales_along(recipe_class, device, native):
     for layer_id in range(LAYERS):
         got = decoded(pool, layer_id, target)
         assert torch.equal(got[0], expected(k[moved], 0.5)) and torch.equal(got[1], expected(v[moved], 0.0625))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_moved_slots_take_their_scales_along(recipe_class, device, tiled):
+    """Both ways that SGLang moves slots: by indexing, and by one kernel over all buffers."""
+    pool = build_pool(packed_recipe(recipe_class, device), device, enable_kv_cache_copy=tiled)
+    pool.use_native_move_kv_cache = not tiled
+    source, target = (torch.tensor(slots, device=device) for slots in ([1, 2, 47], [20, 21, 9]))
+    for i in range(LAYERS):
+        pool.set_kv_buffer(layer(i), source, *rows(3, device, seed=i))
+    wanted = [[side.clone() for side in sides] for sides in pool._layer_buffers()]
+    for sides in wanted:
+        for side in sides:
+            assert side[source].any()
+            side[target] = side[source]
+    pool.move_kv_cache(target, source)
+    for sides, held in zip(wanted, pool._layer_buffers(), strict=True):
+        assert all(torch.equal(side, now) for side, now in zip(sides, held, strict=True))
 
 
 def test_what_the_pool_cannot_hold_is_refused(recipe_class, device):

@@ -96,3 +96,42 @@ def test_the_rank_that_answers_reports_for_all(proof, monkeypatch):
     group = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, other])
     proof.gather_ranks(group, own)
     assert answer() == {**own, "ranks": [own, other]}
+def under_hicache(served, *entries):
+    """``served`` with a hierarchical cache of (name, device pool, host pool)."""
+    held = [
+        SimpleNamespace(name=SimpleNamespace(value=name), device_pool=device, host_pool=host)
+        for name, device, host in entries
+    ]
+    controller = SimpleNamespace(mem_pool_host=SimpleNamespace(entries=held))
+    served.tree_cache = SimpleNamespace(cache_controller=controller)
+    return served
+
+
+@pytest.mark.parametrize(
+    ("carried", "problems"),
+    [
+        (("ours", "draft"), []),
+        (("ours",), ["the drafter's pool has no host pool"]),
+        (("stock", "draft"), ["the target's host pool is OtherPool"]),
+        (("draft",), ["the target's pool has no host pool"]),
+    ],
+)
+def test_a_hierarchical_cache_carries_scales_and_the_drafters_k_and_v(proof, carried, problems):
+    from sglang_fp4kv.host_pool import NVFP4TokenToKVPoolHost
+
+    ours = NVFP4TokenToKVPoolHost.__new__(NVFP4TokenToKVPoolHost)
+    target, draft = OtherPool(), OtherPool()
+    entries = {
+        "ours": ("kv", target, ours), "stock": ("kv", target, OtherPool()), "draft": ("draft", draft, OtherPool()),
+    }  # fmt: skip
+    served = under_hicache(scheduler(target, draft_pool=draft), *(entries[name] for name in carried))
+    assert proof._host_problems(served, target, proof._draft_runner(served)) == problems
+
+
+def test_the_report_names_the_host_pools(proof):
+    pool, host = OtherPool(), SimpleNamespace(size=64, size_per_token=144)
+    served = under_hicache(scheduler(pool, "auto"), ("kv", pool, host))
+    assert proof.report(served)["host"] == {
+        "kv": {"class": "types.SimpleNamespace", "tokens": 64, "bytes_per_token": 144}
+    }
+    assert proof.report(scheduler(pool, "auto"))["host"] is None

@@ -26,6 +26,9 @@ ARGS = {
     "enable_page_major_kv_layout": False,
     "disaggregation_mode": "null",
     "enable_hierarchical_cache": False,
+    "hicache_storage_backend": None,
+    "hicache_mem_layout": "page_first",
+    "hicache_io_backend": "kernel",
     "enable_lmcache": False,
     "enable_flexkv": False,
     "radix_cache_backend": None,
@@ -36,6 +39,7 @@ ARGS = {
     "enable_deterministic_inference": False,
     "enable_mixed_chunk": False,
 }
+HICACHE = {"enable_hierarchical_cache": True}
 
 
 @pytest.fixture
@@ -108,6 +112,10 @@ def test_a_draft_that_reads_the_targets_own_keys_is_refused(resolve, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="does not serve --speculative-algorithm FROZEN_KV_MTP"):
         resolve(speculative_algorithm="NEXTN", speculative_draft_model_path=str(tmp_path))
+def test_the_hierarchical_cache_is_served_alone_and_with_dflash(resolve):
+    assert resolve(**HICACHE) == ({}, [])
+    asked = {"speculative_algorithm": "DFLASH", "speculative_draft_kv_cache_dtype": "bf16"}
+    assert resolve(**HICACHE, **asked) == ({}, [])
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2", "nvfp4"])
@@ -132,7 +140,11 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"enable_unified_memory": True}, "--enable-unified-memory"),
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout"),
         ({"disaggregation_mode": "prefill"}, "PD disaggregation"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        (HICACHE | {"hicache_storage_backend": "file"}, "--hicache-storage-backend file"),
+        (HICACHE | {"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head"),
+        (HICACHE | {"hicache_io_backend": "kernel_ascend"}, "--hicache-io-backend kernel_ascend"),
+        (HICACHE | {"speculative_algorithm": "EAGLE3"}, "--enable-hierarchical-cache with EAGLE3"),
+        (HICACHE | {"recurrent": True}, "--enable-hierarchical-cache on a model with recurrent layers"),
         ({"enable_lmcache": True}, "--enable-lmcache"),
         ({"enable_flexkv": True}, "--enable-flexkv"),
         ({"radix_cache_backend": "flexkv"}, "--enable-flexkv"),

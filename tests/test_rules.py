@@ -13,6 +13,7 @@ from launches import DFLASH, H200, MX, NO_GPU, NVFP4, launch, machine, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 UNDRAFTED = {"flags": NVFP4}
+HICACHE = ("--enable-hierarchical-cache",)
 GIB = 1 << 30
 
 
@@ -73,7 +74,7 @@ CASES = {
     "FP4-044": {"flags": NVFP4, "tensors": scales([0.5, 0.5, 0.5])},
     "FP4-045": {"flags": NVFP4, "tensors": {"a": ("F32", [1], b"1234")}, "broken": True},
     "FP4-046": plain("--enable-unified-memory"),
-    "FP4-047": plain("--enable-hierarchical-cache"),
+    "FP4-047": {"flags": [*MX, *HICACHE], "with": ["FP4-029"]},
     "FP4-048": plain("--enable-lmcache"),
     "FP4-049": plain("--enable-flexkv"),
     "FP4-050": plain("--enable-unified-cache-external-linker"),
@@ -104,6 +105,10 @@ CASES = {
         "flags": [*NVFP4, "--speculative-algorithm", "NGRAM", "--page-size", "16"],
         "with": ["FP4-034", "FP4-035"],
     },
+    "FP4-095": plain(*HICACHE),
+    "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
+    "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
+    "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
 }  # fmt: skip
 
 
@@ -162,13 +167,13 @@ def test_the_flags_in_a_help_pass_the_rules(tmp_path, fire, id):
         return
     case = dict(CASES[id])
     case["flags"] = _without(case["flags"], drop)
-    if id in ("FP4-034", "FP4-035", "FP4-080"):  # NGRAM has no draft model; DFLASH needs one
+    if id in ("FP4-034", "FP4-035", "FP4-080", "FP4-098"):  # NGRAM has no draft model; DFLASH needs one
         case["flags"] = NVFP4
     for flags in add or [""]:
         left = found(tmp_path, case, shlex.split(flags))
         assert id not in [r.id for r in left]
         known = [r.id for r in left if r.id not in CASES[id].get("with", ())]
-        assert known in ([], ["FP4-026"], ["FP4-027"])
+        assert known in ([], ["FP4-026"], ["FP4-027"], ["FP4-029"], ["FP4-095"])
 
 
 def _without(words, names):
@@ -206,6 +211,29 @@ def test_ways_in_by_the_environment_are_refused(tmp_path):
     names = ("SGLANG_GRPC_PORT", "SGLANG_HTTP_SERVER_APP_PATH")
     (only,) = judge(launch(tmp_path, [*NVFP4, "--use-ray"], on=machine(switches=names)))
     assert only.asked == f"--kv-cache-dtype nvfp4 --use-ray with {' and '.join(names)} in the environment"
+
+
+def test_the_hierarchical_cache_on_a_cpu(tmp_path):
+    """What the embedded platform asks for passes; its I/O backend has to be direct."""
+    flags = [*GOOD, *HICACHE, "--device", "cpu", "--hicache-write-policy", "write_back"]
+    assert judge(launch(tmp_path, [*flags, "--hicache-io-backend", "direct"])) == []
+    (only,) = judge(launch(tmp_path, flags))
+    assert only.id == "FP4-096" and only.asked.endswith("--hicache-io-backend kernel")
+
+
+@pytest.mark.parametrize(
+    ("flags", "target", "ids"),
+    [
+        (["--hicache-mem-layout", "page_head"], {}, ["FP4-095", "FP4-096"]),
+        (["--hicache-io-backend", "kernel_ascend"], {}, ["FP4-095", "FP4-096"]),
+        (["--hicache-io-backend", "direct"], {"num_key_value_heads": 1}, ["FP4-095"]),
+        ([], {"num_key_value_heads": 1, "head_dim": 128}, ["FP4-095"]),
+        ([], {"layer_types": ["linear_attention", "full_attention"] * 2}, ["FP4-040", "FP4-095", "FP4-098"]),
+    ],
+)
+def test_ways_of_the_hierarchical_cache(tmp_path, flags, target, ids):
+    asked = [*NVFP4, *HICACHE, *flags]
+    assert [r.id for r in judge(launch(tmp_path, asked, target=target))] == ids
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
@@ -462,7 +490,7 @@ def test_only_what_has_no_result_is_untested():
     allowable = [id for id, rule in RULES.items() if rule.allowable]
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-034", "FP4-035", "FP4-058",
-        "FP4-061", "FP4-063", "FP4-079",
+        "FP4-061", "FP4-063", "FP4-079", "FP4-095",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

@@ -2,7 +2,8 @@
 # What a GPU host runs, from the repository's root: session.sh OUT_DIR PHASE...
 # PYTHON names an interpreter that has the pinned SGLang, patched (fp4kv patch apply), and pytest with its
 # plugins xdist and timeout. MODEL names the folder of the phases smollm2, checks-smollm2 and throughput, DRAFT
-# the draft's of smollm2, SANITIZE_MODES some of sanitize's four modes where one call has no time for all.
+# the draft's of smollm2, SANITIZE_MODES some of sanitize's four modes where one call has no time for all,
+# LONG_MINUTES the length of long's traffic (10).
 set -uo pipefail
 out=$1; shift
 py=${PYTHON:-python3}
@@ -40,6 +41,12 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
     checks-smollm2) phase checks-smollm2 "$py" -m tests.gpu.checks "$MODEL" "$out/checks-smollm2" --suite chat \
       --depths 512,1800 --context 2048 ;;
     plan) phase plan "$py" -m tests.gpu.plan_servers "$out/h200_plan.json" --logs "$out/logs/plan" ;;
+    long) phase long "$py" -m tests.gpu.long_run models/pair/target models/pair/draft "$out/h200_long.json" \
+      --minutes "${LONG_MINUTES:-10}" --logs "$out/logs/long" ;;
+    hicache) FP4KV_REQUIRE_GPU=1 phase hicache "$py" -m pytest -m interpreter tests/test_host_pool.py --timeout 250 \
+      tests/test_host_tree.py 2>&1 | tee "$out/hicache.log" | tail -40
+      phase host-cache "$py" -m tests.gpu.host_cache models/pair/target models/pair/draft "$out/h200_host_cache.json" \
+        --logs "$out/logs/host-cache" ;;
     sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ${SANITIZE_MODES:-} ;;
     *) echo "unknown phase $name"; status=2 ;;
   esac

@@ -27,6 +27,9 @@ FP4KV_FUSED_WRITES names a file: the drafter's pool is then written by SGLang's 
 until the file exists; from then on that write fails.
 FP4KV_OTHER_HEADS names a file: while it exists, every tensor-parallel rank keeps and reads the K and V heads
 of the next rank instead of its own.
+FP4KV_LEFT_ON_HOST names a file with one word, read at every load from host memory: what the hierarchical
+cache deliberately does not load. "scales" are the target's block scales; with "draft" the drafter's K and V
+come back as FP8's largest value. Anything else, or no file, loads all.
 
 FP4KV_BREAK_IN_CHILDREN=1 makes the kit's own plugin fail in SGLang's child processes, the scheduler
 among them, while the arguments still resolve in the first one.
@@ -95,6 +98,32 @@ def activate():
         write_down_moves(os.environ["FP4KV_MOVES"])
     if os.environ.get("FP4KV_OTHER_HEADS"):
         take_other_heads_while_there_is(os.environ["FP4KV_OTHER_HEADS"])
+    if os.environ.get("FP4KV_LEFT_ON_HOST"):
+        leave_on_host(os.environ["FP4KV_LEFT_ON_HOST"])
+
+
+def told(file):
+    return open(file).read().strip() if os.path.exists(file) else ""
+
+
+def leave_on_host(file):
+    """Lets the host pools of sglang_fp4kv.host_pool and of the drafter leave out what ``file`` says."""
+    import torch
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    load = MHATokenToKVPoolHost.load_to_device_per_layer
+    largest = 0x7E
+
+    @functools.wraps(load)
+    def load_some(pool, device_pool, host_indices, device_indices, layer_id, *args, **kwargs):
+        left = told(file)
+        if left != "scales" or not pool.pool_label.endswith(left):
+            load(pool, device_pool, host_indices, device_indices, layer_id, *args, **kwargs)
+        if left == "draft" == pool.pool_label:
+            for rows in (pool.device_k_buffers[layer_id], pool.device_v_buffers[layer_id]):
+                rows.view(torch.uint8)[device_indices] = largest
+
+    MHATokenToKVPoolHost.load_to_device_per_layer = load_some
 
 
 def misread(layer, how):
@@ -110,20 +139,16 @@ def misread(layer, how):
 def misread_as_told(file):
     """Lets the readers of sglang_fp4kv.attention misread what ``file`` says."""
     from sglang_fp4kv.attention import TritonAttnBackend
-
     from sglang_fp4kv.pool import NVFP4TokenToKVPool
-
-    def told():
-        return open(file).read().strip() if os.path.exists(file) else ""
 
     right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
     move = NVFP4TokenToKVPool.move_kv_cache
 
     def pool_layer(backend, layer):
-        return misread(right(backend, layer), told())
+        return misread(right(backend, layer), told(file))
 
     def attend_block(backend, q, k, v, out, pool, *rest):
-        how = told()
+        how = told(file)
         if how == "verify-without-mask":
             rest = [*rest[:-1], {**rest[-1], "custom_mask": None, "mask_indptr": None}]
         elif how.startswith("verify-"):
@@ -131,7 +156,7 @@ def misread_as_told(file):
         return block(backend, q, k, v, out, pool, *rest)
 
     def move_kv_cache(pool, target, source):
-        if told() != "move-without-scales":
+        if told(file) != "move-without-scales":
             return move(pool, target, source)
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer[target] = buffer[source]

@@ -106,7 +106,7 @@ def draft_backend_is_untested(launch):
 
 
 def _on_cpu(launch):
-    """The embedded server, which tests/e2e/test_drafters.py runs with every drafter that is served."""
+    """The embedded server, for tests: tests/e2e/test_drafters.py compares answers there."""
     return launch.flags.device == "cpu"
 
 

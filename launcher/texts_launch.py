@@ -161,7 +161,7 @@ TEXTS = {
     "FP4-034": Text(
         name="draft-tree-untested",
         says="{drafter} with a width of {width} drafts a tree, and no result with one is on file",
-        why="a tree is verified through a mask over the block and its accepted rows move afterwards, scales and all; the embedded server does both and answers as without a drafter, and no run on a GPU has shown it, with CUDA graphs or without",
+        why="a tree is verified through a mask over the block and its accepted rows move afterwards, scales and all; the embedded server does both with NGRAM and EAGLE3 and answers as without a drafter, and no run on a GPU has shown it, with CUDA graphs or without",
         evidence=f"{_DRAFTERS_TEST}; {_SPEC_HOOK}",
         help="--speculative-algorithm DFLASH, or --allow FP4-034",
     ),

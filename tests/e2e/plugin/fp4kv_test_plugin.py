@@ -15,8 +15,7 @@ FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CU
 FP4KV_MISREAD names a file with one word, read at every layer: how the readers deliberately misread the pool.
 "k-scales-for-v" and "next-slot" (the scales of the neighbouring slot) are all readers', with
 "verify-" in front verify's alone; "verify-without-mask" lets every node of a draft tree see its whole
-block up to itself; "move-without-scales" leaves the block scales behind when accepted rows move. Anything
-else, or no file, reads and moves as it should.
+block up to itself. Anything else, or no file, reads as it should.
 
 FP4KV_MOVES names a file that gets a line for every call of the target pool's move_kv_cache: how many
 rows it took to another slot.
@@ -139,10 +138,8 @@ def misread(layer, how):
 def misread_as_told(file):
     """Lets the readers of sglang_fp4kv.attention misread what ``file`` says."""
     from sglang_fp4kv.attention import TritonAttnBackend
-    from sglang_fp4kv.pool import NVFP4TokenToKVPool
 
     right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
-    move = NVFP4TokenToKVPool.move_kv_cache
 
     def pool_layer(backend, layer):
         return misread(right(backend, layer), told(file))
@@ -155,14 +152,7 @@ def misread_as_told(file):
             pool = misread(pool, how.removeprefix("verify-"))
         return block(backend, q, k, v, out, pool, *rest)
 
-    def move_kv_cache(pool, target, source):
-        if told(file) != "move-without-scales":
-            return move(pool, target, source)
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer[target] = buffer[source]
-
     TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block = pool_layer, attend_block
-    NVFP4TokenToKVPool.move_kv_cache = move_kv_cache
 
 
 def write_down_moves(file):

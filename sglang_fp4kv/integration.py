@@ -22,7 +22,9 @@ INTERNAL_STATE = (
     ".SchedulerInternalStateController.get_internal_state"
 )
 POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
-HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE)
+VERIFY_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
+VERIFY_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, VERIFY_PROBS, VERIFY_REQUEST)
 
 _active = False
 
@@ -53,7 +55,7 @@ def activate():
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KV_CACHE_QUANT_REGISTRY
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_fp4kv import proof, readiness, resolution
+    from sglang_fp4kv import proof, readiness, resolution, verify_sampling
     from sglang_fp4kv.recipe import PackedNVFP4Method
 
     KV_CACHE_QUANT_REGISTRY["nvfp4"] = PackedNVFP4Method
@@ -65,6 +67,8 @@ def activate():
     HookRegistry.register(POOL_SIZES, proof.record_budget, HookType.AROUND)
     HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
     HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
+    HookRegistry.register(VERIFY_PROBS, verify_sampling.target_probs, HookType.AROUND)
+    HookRegistry.register(VERIFY_REQUEST, verify_sampling.refuse_penalties, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()

@@ -59,6 +59,11 @@ SEAMS = {
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     ".get_internal_state": ("self", "recv_req"),
     "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy": ("attn_backend",),
+    "sglang.srt.speculative.dflash_utils.validate_dflash_request": ("req", "enable_overlap"),
+    "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs": (
+        "next_token_logits", "sampling_info", "draft_token_num", "bs", "max_top_k",
+        "uniform_top_k_value", "use_sparse_topk",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_fp4kv.embedded import hooks, interpreter_fixes
+from sglang_fp4kv.embedded import hooks, interpreter_fixes, verify_sampling
 
 
 class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
@@ -59,6 +59,7 @@ class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         hooks.require_active()
         hooks.use_plain_qk_norm_rope(model)
+        verify_sampling.install()
 
 
 def speculative_cache_locs(

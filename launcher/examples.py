@@ -153,7 +153,7 @@ EXAMPLES = {
         "wanted": "v1",
     },
     "FP4-038": _MODEL,
-    "FP4-039": _MODEL | {"asked": "--model-path my-model with sliding_window 1024"},
+    "FP4-039": _MODEL | {"asked": "--model-path my-model with architectures 'GptOssForCausalLM'"},
     "FP4-040": _MODEL | {"asked": "--model-path my-model with linear_num_value_heads 32"},
     "FP4-041": _MODEL,
     "FP4-042": {"asked": "--tp-size 4 for my-model", "heads": "2", "tp": "4"},
@@ -204,4 +204,9 @@ EXAMPLES = {
     },
     "FP4-064": {"asked": f"{_NVFP4} --grpc-port 30001"},
     "FP4-065": {"asked": f"{_NVFP4} --checkpoint-engine-wait-weights-before-ready"},
+    "FP4-090": {"asked": f"{_DFLASH} --speculative-accept-threshold-single 0.9"},
+    "FP4-091": _MODEL | {
+        "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
+    },
+    "FP4-092": _MODEL | {"asked": "--model-path my-model with sliding_window 1024"},
 }

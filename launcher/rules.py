@@ -66,7 +66,7 @@ RULES = {
     "FP4-036": Rule(drafter.half_precision_target, FAILS, FP4, server_refuses=True),
     "FP4-037": Rule(drafter.draft_differs, FAILS, ANY),
     "FP4-038": Rule(models.mla, FAILS, NVFP4, server_refuses=True),
-    "FP4-039": Rule(models.sliding_window, FAILS, NVFP4, server_refuses=True),
+    "FP4-039": Rule(models.sliding_window_pool, FAILS, NVFP4, server_refuses=True),
     "FP4-040": Rule(models.recurrent_layers, FAILS, NVFP4, server_refuses=True),
     "FP4-041": Rule(models.attention_sinks, FAILS, NVFP4, server_refuses=True),
     "FP4-042": Rule(models.heads_do_not_divide, FAILS, NVFP4),
@@ -93,6 +93,9 @@ RULES = {
     "FP4-063": Rule(models.figures_are_not_in_the_file, UNTESTED, NVFP4),
     "FP4-064": Rule(attention.requests_come_before_the_proof, FAILS, FP4),
     "FP4-065": Rule(attention.weights_come_in_requests, FAILS, FP4),
+    "FP4-090": Rule(drafter.acceptance_is_relaxed, UNTESTED, NVFP4),
+    "FP4-091": Rule(models.windows_put_into_one_pool, UNTESTED, NVFP4),
+    "FP4-092": Rule(models.windows_in_one_pool, UNTESTED, NVFP4),
 }
 
 

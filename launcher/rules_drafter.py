@@ -115,6 +115,14 @@ def drafter_is_untested(launch):
     return {"asked": launch.asked("kv_cache_dtype", "speculative_algorithm"), "drafter": launch.drafter}
 
 
+def acceptance_is_relaxed(launch):
+    names = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+    lower = [name for name in names if getattr(launch.flags, name) != 1.0]
+    if launch.drafter is None or not lower:
+        return None
+    return {"asked": launch.asked("speculative_algorithm", *lower)}
+
+
 def half_precision_target(launch):
     target = launch.target
     if launch.drafter != "DFLASH" or target is None or not target.half_precision(launch.flags.dtype):

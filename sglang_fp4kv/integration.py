@@ -24,7 +24,10 @@ INTERNAL_STATE = (
 POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
 VERIFY_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
 VERIFY_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
-HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, VERIFY_PROBS, VERIFY_REQUEST)
+VERIFY_DRAWN = "sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core"
+HOOKED = (
+    POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, VERIFY_PROBS, VERIFY_REQUEST, VERIFY_DRAWN,
+)  # fmt: skip
 
 _active = False
 
@@ -68,6 +71,7 @@ def activate():
     HookRegistry.register(INTERNAL_STATE, proof.add_report, HookType.AFTER)
     HookRegistry.register(POST_CAPTURE, resolution.plan_post_capture_sizing, HookType.AROUND)
     HookRegistry.register(VERIFY_PROBS, verify_sampling.target_probs, HookType.AROUND)
+    HookRegistry.register(VERIFY_DRAWN, verify_sampling.accept_with_min_p, HookType.AROUND)
     HookRegistry.register(VERIFY_REQUEST, verify_sampling.refuse_penalties, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)

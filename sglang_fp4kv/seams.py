@@ -64,6 +64,10 @@ SEAMS = {
         "next_token_logits", "sampling_info", "draft_token_num", "bs", "max_top_k",
         "uniform_top_k_value", "use_sparse_topk",
     ),
+    "sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core": (
+        "candidates", "target_logits", "draft_probs", "sampling_info", "draft_input", "gamma",
+        "verify_num_draft_tokens", "cutoff_verify_lens", "block_verification",
+    ),
 }
 
 

@@ -6,13 +6,15 @@ distribution that it does this with is not the one that the sampler draws from w
 (srt/speculative/dflash_utils.py against srt/layers/sampler.py):
 
 - top-p is applied to what top-k leaves, renormalized; the sampler applies both to the whole distribution;
-- min-p is left out;
+- min-p is left out, also where a DFlash2 draft is sampled itself (kernels/ops/speculative/dspark);
 - the penalties are read from a field that no longer exists (acc_linear_penalties), and nothing counts a
   drafted request's tokens, so frequency, presence and repetition penalties and min_new_tokens do nothing.
 
 The first two are put right here. The last would need counts for every position of a block, kept on the
 device; such a request is answered with an error instead. Both only where the target's KV is packed NVFP4.
 """
+
+import copy
 
 import torch
 
@@ -136,3 +138,14 @@ def target_probs(
     in_turn = min_p and get_exec().kernel.sampling_backend != "pytorch"
     probs = filtered_probs(probs, top_ks, top_ps, min_ps, width, in_turn)
     return probs.view(bs, draft_token_num, -1)
+
+
+def accept_with_min_p(original, *, sampling_info, **arguments):
+    """Around _accept_sampling_core, which takes the plain softmax where neither top-k nor top-p is asked for.
+
+    With min-p it then asks for the filtered distribution, which is target_probs above.
+    """
+    if sampling_info.need_min_p_sampling and _served():
+        sampling_info = copy.copy(sampling_info)
+        sampling_info.need_top_p_sampling = True
+    return original(sampling_info=sampling_info, **arguments)

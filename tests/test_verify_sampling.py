@@ -1,5 +1,8 @@
 """Sampled answers with the DFLASH drafter have the distribution of those without it.
 
+A DFlash2 drafter draws its tokens itself; SGLang's acceptance of those is a Triton kernel, for which the
+interpreter is too slow, so a GPU is needed there.
+
 The target is a table: the logits after each token. Sequences of three tokens are drawn through SGLang's
 sampler, and through its DFLASH verify with a drafter that is often wrong; on a GPU through SGLang's CUDA
 kernel, elsewhere through the embedded platform's. Both samples are compared cell by cell.
@@ -63,6 +66,25 @@ def verify(sglang_parts, device, monkeypatch):
 
 
 @pytest.fixture
+def verify_drawn(verify, monkeypatch):
+    """The same for a drafter that draws (DFlash2)."""
+    from sglang.kernels.ops.speculative.dspark import dspark_accept
+
+    monkeypatch.setattr(
+        dspark_accept,
+        "build_speculative_verify_target_probs",
+        verify.build_speculative_verify_target_probs,
+    )
+    core = dspark_accept._accept_sampling_core
+    monkeypatch.setattr(
+        dspark_accept,
+        "_accept_sampling_core",
+        lambda **arguments: verify_sampling.accept_with_min_p(core, **arguments),
+    )
+    return dspark_accept.accept_sampling
+
+
+@pytest.fixture
 def table(device):
     """Logits [VOCAB, VOCAB] after each token, and the token that the drafter expects there."""
     generator = torch.Generator().manual_seed(3)
@@ -106,9 +128,13 @@ def undrafted(parts, table, setting):
     return torch.stack(answer, 1)
 
 
-def drafted(table, setting, accept):
-    """The same through verify steps; ``accept`` returns accepted drafts and the drawn token."""
+def drafted(table, setting, accept, draw=None):
+    """The same through verify steps; ``accept`` returns accepted drafts and the drawn token.
+
+    ``draw``: the drafter's next token [DRAWS] after each of [DRAWS] tokens; its expectation where left out.
+    """
     logits, expected = table
+    draw = draw or expected.__getitem__
     sampling = info(DRAWS, logits.device, **setting)
     row = torch.arange(DRAWS, device=logits.device)
     answers = torch.zeros(DRAWS, LENGTH * BLOCK, dtype=torch.int64, device=logits.device)
@@ -117,7 +143,7 @@ def drafted(table, setting, accept):
     for _ in range(LENGTH):  # each step yields a token at least
         chain = [last]
         for _ in range(BLOCK - 1):
-            chain.append(expected[chain[-1]])
+            chain.append(draw(chain[-1]))
         candidates = torch.stack(chain, 1)
         count, last = accept(candidates, logits[candidates.view(-1)], sampling)
         count = count.long()
@@ -169,6 +195,41 @@ def test_drafted_and_undrafted_answers_have_one_distribution(sglang_parts, verif
     assert len(plain) >= 10_000
     assert score(plain, undrafted(sglang_parts, table, SETTINGS[name])) < LARGEST_SCORE
     assert score(plain, drafted(table, SETTINGS[name], sampled(verify))) < LARGEST_SCORE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_drafter_that_draws_changes_nothing_either(sglang_parts, verify_drawn, table, name):
+    logits, _ = table
+    torch.manual_seed(11)
+    q = torch.softmax(torch.randn(logits.shape, device=logits.device), -1)
+
+    def accept(candidates, target_logits, sampling):
+        count, bonus, _ = verify_drawn(
+            candidates=candidates,
+            target_logits=target_logits,
+            draft_probs=q[candidates[:, :-1]].contiguous(),
+            sampling_info=sampling,
+            draft_input=SimpleNamespace(max_top_k=sampling.max_top_k, uniform_top_k_value=None),
+            gamma=BLOCK - 1,
+            verify_num_draft_tokens=BLOCK,
+        )
+        return count, bonus
+
+    plain = undrafted(sglang_parts, table, SETTINGS[name])
+    drawn = drafted(table, SETTINGS[name], accept, lambda t: torch.multinomial(q[t], 1).view(-1))
+    assert score(plain, drawn) < LARGEST_SCORE
+
+
+def test_min_p_alone_is_not_left_out_where_the_drafter_draws(monkeypatch):
+    def core(*, sampling_info, gamma):
+        return sampling_info.need_top_p_sampling, gamma
+
+    for served, min_p, filtered in ((True, 0.1, True), (True, 0.0, False), (False, 0.1, False)):
+        monkeypatch.setattr(verify_sampling, "_served", lambda served=served: served)
+        asked = info(2, torch.device("cpu"), min_p=min_p)
+        got = verify_sampling.accept_with_min_p(core, sampling_info=asked, gamma=3)
+        assert got == (filtered, 3) and asked.need_top_p_sampling is False
 
 
 def greedy(dflash):

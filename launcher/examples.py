@@ -208,5 +208,4 @@ EXAMPLES = {
     "FP4-091": _MODEL | {
         "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
     },
-    "FP4-092": _MODEL | {"asked": "--model-path my-model with sliding_window 1024"},
 }

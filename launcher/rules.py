@@ -95,7 +95,6 @@ RULES = {
     "FP4-065": Rule(attention.weights_come_in_requests, FAILS, FP4),
     "FP4-090": Rule(drafter.acceptance_is_relaxed, UNTESTED, NVFP4),
     "FP4-091": Rule(models.windows_put_into_one_pool, UNTESTED, NVFP4),
-    "FP4-092": Rule(models.windows_in_one_pool, UNTESTED, NVFP4),
 }
 
 

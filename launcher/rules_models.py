@@ -2,7 +2,7 @@
 
 import reprlib
 
-from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED, WINDOWED
+from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
 from sglang_fp4kv.formats import BLOCK_SIZE
 
 _SHORT = reprlib.Repr()
@@ -62,10 +62,6 @@ def sliding_window_pool(launch):
 def windows_put_into_one_pool(launch):
     flag = "--disable-hybrid-swa-memory"
     return _told(launch, _window_pool(launch), flag) if launch.flags.disable_hybrid_swa_memory else None
-
-
-def windows_in_one_pool(launch):
-    return None if _window_pool(launch) else _kept(launch, WINDOWED)
 
 
 def recurrent_layers(launch):

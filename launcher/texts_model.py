@@ -32,7 +32,7 @@ TEXTS = {
     "FP4-039": Text(
         name="nvfp4-on-a-window-pool",
         says="{path} gets a second pool for its windowed layers",
-        why="SGLang gives neither of the two pools a quantization method, sizes both by one or two bytes an element, and lists the second one's slots by a table that nothing has shown the packed readers to follow. It would take both pools and their sizes in NVFP4, and a run in which tokens leave the window.",
+        why="SGLang gives neither of the two pools a quantization method, sizes both by one or two bytes an element, and lists the second one's slots by a table that nothing has shown the packed readers to follow. It would take both pools and their sizes in NVFP4, and a run in which tokens leave the window. Windows in one pool (Gemma 2 and 3, Olmo 3, Exaone 4) are served",
         evidence=_SERVER,
         help=_FP8,
     ),
@@ -186,16 +186,9 @@ TEXTS = {
     "FP4-091": Text(
         name="two-pools-put-into-one",
         says="{path} has windowed layers that SGLang keeps in a pool of their own unless it is told otherwise",
-        why="with one pool the readers mask by the window, as FP4-092 has it; a model of this kind may have layers that differ in more than the window, and no result with one is on file",
+        why="with one pool the readers mask by the window, as they do for Gemma 3; a model of this kind may have layers that differ in more than the window, and no result with one is on file",
         evidence="is_hybrid_swa_model in srt/configs/model_config.py @ sglang 0.5.23; tests/e2e/test_windows.py",
         help=f"--allow FP4-091, or {_FP8}",
-    ),
-    "FP4-092": Text(
-        name="windows-in-one-pool",
-        says="{path} has windowed layers, which SGLang keeps in the one pool of all layers",
-        why="the packed readers mask by the window and cap scores, which their own tests show; no result of a server with such a model is on file",
-        evidence="tests/test_extend_nvfp4.py and tests/test_decode_nvfp4.py; tests/e2e/test_windows.py is to give the result",
-        help=f"--allow FP4-092, or {_FP8}",
     ),
     "FP4-063": Text(
         name="figures-not-in-config",

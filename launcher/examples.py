@@ -155,7 +155,7 @@ EXAMPLES = {
         "wanted": "v1",
     },
     "FP4-038": _MODEL,
-    "FP4-039": _MODEL | {"asked": "--model-path my-model with sliding_window 1024"},
+    "FP4-039": _MODEL | {"asked": "--model-path my-model with architectures 'GptOssForCausalLM'"},
     "FP4-040": _MODEL | {"asked": "--model-path my-model with linear_num_value_heads 32"},
     "FP4-041": _MODEL,
     "FP4-042": {"asked": "--tp-size 4 for my-model", "heads": "6", "kind": "KV", "tp": "4"},
@@ -228,5 +228,8 @@ EXAMPLES = {
     "FP4-098": {
         "asked": f"{_TRITON} --enable-hierarchical-cache --speculative-algorithm EAGLE3",
         "beside": "with EAGLE3",
+    "FP4-090": {"asked": f"{_DFLASH} --speculative-accept-threshold-single 0.9"},
+    "FP4-091": _MODEL | {
+        "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
     },
 }

@@ -36,6 +36,12 @@ WINDOWED_NAMES = (
     "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration", "Step3p5ForCausalLM", "Step3p5MTP",
     "Step3p7ForConditionalGeneration", "UnlimitedOCRForCausalLM",
 )  # fmt: skip
+# Of these, and of classes without such a pool, the names whose attention has sinks (SWA_SINK_ARCHS there).
+SINK_NAMES = (
+    "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "IQuestQ1ForCausalLM", "IQuestQ1MTP",
+)
+# Keys that give a model sinks, read for the names that begin so ("" = for every model).
+_SINK_KEYS = {"add_swa_attention_sink_bias": "MiMoV2", "add_full_attention_sink_bias": "MiMoV2", "learnable_sink": ""}
 INDEXED_NAMES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
 # Kinds in mixer_types that are attention over every token (srt/configs/minicpm.py).
 _ATTENTION_MIXERS = ("minicpm4", "minicpm", "standard", "attention", "attn")
@@ -155,6 +161,21 @@ def _looped(text, kind, architectures):
     loops = text.get("loop_num", _PASSES if "IQuestLoopCoderForCausalLM" in architectures else None)
     if loops not in (None, 1):
         yield Trait(SHARED, "loop_num", loops, why)
+
+
+def pool_of_its_own(trait, architectures):
+    """Whether ``trait``, WINDOWED, gives the windowed layers a second pool; otherwise SGLang masks in the one pool."""
+    if trait.key == "layer_types":
+        return trait.value == "chunked_attention" or "BeamForCausalLM" in architectures
+    return trait.key != "sliding_window"
+
+
+def sinks(text, architectures):
+    """Whether the model's attention has sinks (_detect_attention_sinks in srt/configs/model_config.py)."""
+    return any(name in SINK_NAMES for name in architectures) or any(
+        bool(text.get(key)) and any(name.startswith(begin) for name in architectures)
+        for key, begin in _SINK_KEYS.items()
+    )
 
 
 def unreadable_figures(text, model_type):

@@ -12,7 +12,8 @@ from launcher.checkpoint import Checkpoint, read_checkpoint
 from launcher.draft_facts import DraftFacts, read_draft_facts
 from launcher.flags import UsageError
 from launcher.model_kinds import (
-    ATTENTION_KINDS, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, traits, unreadable_figures,
+    ATTENTION_KINDS, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, pool_of_its_own, sinks, traits,
+    unreadable_figures,
 )  # fmt: skip
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -68,6 +69,12 @@ class ModelFacts:
     @property
     def sliding(self):
         return self.trait(WINDOWED) is not None
+
+    @property
+    def window_pool(self):
+        """The Trait that gives windowed layers a pool of their own; None where one pool serves all layers."""
+        own = (t for t in self.traits if t.kind == WINDOWED and pool_of_its_own(t, self.architectures))
+        return next(own, None)
 
     @property
     def snapshot(self):
@@ -218,7 +225,7 @@ def read_facts(path, flag):
         traits=found,
         unread=unread,
         mla=bool(text.get("kv_lora_rank")) or any("DeepseekV4" in a for a in architectures),
-        sinks=any("GptOss" in a for a in architectures),
+        sinks=sinks(text, architectures),
         causal_or_windowed=text.get("is_causal") is True
         or (
             isinstance(kinds, list)

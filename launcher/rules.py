@@ -66,7 +66,7 @@ RULES = {
     "FP4-036": Rule(drafter.half_precision_target, FAILS, FP4, server_refuses=True),
     "FP4-037": Rule(drafter.draft_differs, FAILS, ANY),
     "FP4-038": Rule(models.mla, FAILS, NVFP4, server_refuses=True),
-    "FP4-039": Rule(models.sliding_window, FAILS, NVFP4, server_refuses=True),
+    "FP4-039": Rule(models.sliding_window_pool, FAILS, NVFP4, server_refuses=True),
     "FP4-040": Rule(models.recurrent_layers, FAILS, NVFP4, server_refuses=True),
     "FP4-041": Rule(models.attention_sinks, FAILS, NVFP4, server_refuses=True),
     "FP4-042": Rule(models.heads_do_not_divide, FAILS, NVFP4),
@@ -104,6 +104,8 @@ RULES = {
     "FP4-096": Rule(storage.hierarchical_cache_way, FAILS, NVFP4, server_refuses=True),
     "FP4-097": Rule(storage.hierarchical_cache_rows, FAILS, NVFP4, server_refuses=True),
     "FP4-098": Rule(storage.hierarchical_cache_companions, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-090": Rule(drafter.acceptance_is_relaxed, UNTESTED, NVFP4),
+    "FP4-091": Rule(models.windows_put_into_one_pool, UNTESTED, NVFP4),
 }
 
 

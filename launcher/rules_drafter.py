@@ -147,6 +147,14 @@ def ngram_tree_on_pages(launch):
     return {"asked": launch.asked("speculative_algorithm", tree[0], "page_size"), "width": tree[1], "page": page}
 
 
+def acceptance_is_relaxed(launch):
+    names = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+    lower = [name for name in names if getattr(launch.flags, name) != 1.0]
+    if launch.drafter is None or not lower:
+        return None
+    return {"asked": launch.asked("speculative_algorithm", *lower)}
+
+
 def half_precision_target(launch):
     target = launch.target
     if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL) or target is None:

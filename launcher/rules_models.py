@@ -2,7 +2,7 @@
 
 import reprlib
 
-from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED, WINDOWED
+from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
 from sglang_fp4kv.formats import BLOCK_SIZE
 
 _SHORT = reprlib.Repr()
@@ -40,15 +40,28 @@ def mla(launch):
 
 def _kept(launch, kind):
     """Facts with the key and value of the target's config.json that say it is of that kind."""
-    trait = launch.target.trait(kind) if launch.target else None
+    return _told(launch, launch.target.trait(kind) if launch.target else None)
+
+
+def _told(launch, trait, flag=""):
     if trait is None:
         return None
     key = f"{trait.key} {_SHORT.repr(trait.value)}"
-    return {"asked": f"--model-path {launch.target.path} with {key}", "path": launch.target.path}
+    asked = f"{flag} --model-path {launch.target.path} with {key}".lstrip()
+    return {"asked": asked, "path": launch.target.path}
 
 
-def sliding_window(launch):
-    return _kept(launch, WINDOWED)
+def _window_pool(launch):
+    return launch.target.window_pool if launch.target else None
+
+
+def sliding_window_pool(launch):
+    return None if launch.flags.disable_hybrid_swa_memory else _told(launch, _window_pool(launch))
+
+
+def windows_put_into_one_pool(launch):
+    flag = "--disable-hybrid-swa-memory"
+    return _told(launch, _window_pool(launch), flag) if launch.flags.disable_hybrid_swa_memory else None
 
 
 def recurrent_layers(launch):

@@ -11,6 +11,13 @@ _SERVER = "sglang_fp4kv/resolution.py, which refuses it in the server too"
 _TRITON = "--kv-cache-dtype nvfp4 --attention-backend triton"
 
 TEXTS = {
+    "FP4-090": Text(
+        name="drafts-accepted-that-were-not-sampled",
+        says="drafted tokens are to be accepted with more than the target's probability",
+        why="below 1 the thresholds accept drafts that the target would not have drawn, so the answers of a sampled request are distributed otherwise than without the drafter, and no result on file says by how much",
+        evidence="srt/speculative/dflash_utils.py @ sglang 0.5.23; tests/test_verify_sampling.py, where acceptance without the test is caught",
+        help="leave out --speculative-accept-threshold-single and --speculative-accept-threshold-acc",
+    ),
     "FP4-010": Text(
         name="nvfp4-without-triton",
         says="NVFP4 KV is asked for with prefill on {prefill} and decode on {decode}",

@@ -30,9 +30,9 @@ TEXTS = {
         help=_FP8,
     ),
     "FP4-039": Text(
-        name="nvfp4-on-sliding-window",
-        says="{path} has layers with a sliding window",
-        why="SGLang gives the window's pool no quantization method, so its rows would be written and read in another format",
+        name="nvfp4-on-a-window-pool",
+        says="{path} gets a second pool for its windowed layers",
+        why="SGLang gives neither of the two pools a quantization method, sizes both by one or two bytes an element, and lists the second one's slots by a table that nothing has shown the packed readers to follow. It would take both pools and their sizes in NVFP4, and a run in which tokens leave the window. Windows in one pool (Gemma 2 and 3, Olmo 3, Exaone 4) are served",
         evidence=_SERVER,
         help=_FP8,
     ),
@@ -46,8 +46,8 @@ TEXTS = {
     "FP4-041": Text(
         name="attention-sinks",
         says="{path} has attention sinks",
-        why="a sink adds a term to each softmax, which the packed readers do not have",
-        evidence="sglang_fp4kv/attention.py, which refuses it at the first batch",
+        why="a sink adds a term to the sum of each softmax, which the packed readers do not have. It would take that term in each of the six kernels that divide by the sum, and in prefill's merge",
+        evidence=_SERVER,
         help=_FP8,
     ),
     "FP4-042": Text(
@@ -212,6 +212,13 @@ TEXTS = {
         why="that read brings no K and V of its own, and the packed reader takes those of a block from the call",
         evidence="srt/models/iquest_loopcoder.py @ sglang 0.5.23; sglang_fp4kv/attention.py, which refuses it at the first batch",
         help=_FP8,
+    ),
+    "FP4-091": Text(
+        name="two-pools-put-into-one",
+        says="{path} has windowed layers that SGLang keeps in a pool of their own unless it is told otherwise",
+        why="with one pool the readers mask by the window, as they do for Gemma 3; a model of this kind may have layers that differ in more than the window, and no result with one is on file",
+        evidence="is_hybrid_swa_model in srt/configs/model_config.py @ sglang 0.5.23; tests/e2e/test_windows.py",
+        help=f"--allow FP4-091, or {_FP8}",
     ),
     "FP4-063": Text(
         name="figures-not-in-config",

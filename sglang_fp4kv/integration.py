@@ -25,7 +25,13 @@ INTERNAL_STATE = (
 )
 POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
 HOST_POOL_CLASS = "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls"
-HOOKED = (POOL_CLASS, POOL_SIZES, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED, POOL_CELL, HOST_POOL_CLASS)
+VERIFY_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
+VERIFY_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+VERIFY_DRAWN = "sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core"
+HOOKED = (
+    POOL_CLASS, POOL_SIZES, POOL_CELL, HOST_POOL_CLASS, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED,
+    VERIFY_PROBS, VERIFY_REQUEST, VERIFY_DRAWN,
+)  # fmt: skip
 
 _active = False
 
@@ -56,7 +62,7 @@ def activate():
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KV_CACHE_QUANT_REGISTRY
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_fp4kv import draft_sizing, draft_writes, proof, readiness, resolution
+    from sglang_fp4kv import draft_sizing, draft_writes, proof, readiness, resolution, verify_sampling
     from sglang_fp4kv.recipe import PackedNVFP4Method
 
     KV_CACHE_QUANT_REGISTRY["nvfp4"] = PackedNVFP4Method
@@ -72,6 +78,9 @@ def activate():
     HookRegistry.register(INIT_HELPER, draft_writes.note_why_not_fused, HookType.AROUND)
     HookRegistry.register(APPEND_FUSED, draft_writes.note_failed_write, HookType.AROUND)
     HookRegistry.register(HOST_POOL_CLASS, _host_pool_class, HookType.AROUND)
+    HookRegistry.register(VERIFY_PROBS, verify_sampling.target_probs, HookType.AROUND)
+    HookRegistry.register(VERIFY_DRAWN, verify_sampling.accept_with_min_p, HookType.AROUND)
+    HookRegistry.register(VERIFY_REQUEST, verify_sampling.refuse_penalties, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()

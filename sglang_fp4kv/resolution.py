@@ -118,6 +118,7 @@ def unproven(server_args):
         f"{drafter} on a {model.dtype} target": drafter not in (None, *DRAFTERS_WITHOUT_MODEL)
         and str(model.dtype) == "torch.float16",
         "a sliding-window KV pool": model.is_hybrid_swa,
+        "attention sinks": model.has_attention_sinks,
         "a model with recurrent (linear-attention) layers": mambaish_config(model) is not None,
         f"head_dim {head_dim}, which is not a multiple of {formats.BLOCK_SIZE}": (
             head_dim % formats.BLOCK_SIZE != 0

@@ -77,6 +77,14 @@ SEAMS = {
     "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._init_fused_kv_helper": ("self",),
     "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_fused": (
         "self", "ctx_hidden", "ctx_positions", "ctx_cache_loc", "ctx_cache_loc_2d", "commit_lens",
+    "sglang.srt.speculative.dflash_utils.validate_dflash_request": ("req", "enable_overlap"),
+    "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs": (
+        "next_token_logits", "sampling_info", "draft_token_num", "bs", "max_top_k",
+        "uniform_top_k_value", "use_sparse_topk",
+    ),
+    "sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core": (
+        "candidates", "target_logits", "draft_probs", "sampling_info", "draft_input", "gamma",
+        "verify_num_draft_tokens", "cutoff_verify_lens", "block_verification",
     ),
 }
 

@@ -3,6 +3,8 @@
 import ast
 import inspect
 
+import pytest
+
 from launcher import model_kinds
 from launcher.model_kinds import INDEXED, RECURRENT, WINDOWED, traits
 
@@ -22,6 +24,57 @@ def test_windowed_names_are_sglangs():
     assert theirs - _BY_KEYS == set(model_kinds.WINDOWED_NAMES)
     for name in theirs - _BY_KEYS:
         assert model_config.is_hybrid_swa_model([name]) and [t.kind for t in traits({}, "", (name,))] == [WINDOWED]
+
+
+def test_names_with_sinks_are_sglangs():
+    from sglang.srt.configs import model_config
+
+    assert set(model_kinds.SINK_NAMES) == model_config.SWA_SINK_ARCHS
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "found"),
+    [
+        (("GptOssForCausalLM",), {}, True),
+        (("MiMoV2ForCausalLM",), {"add_swa_attention_sink_bias": True}, True),
+        (("MiMoV2MTP",), {"add_full_attention_sink_bias": True}, True),
+        (("MiMoV2ForCausalLM",), {"add_swa_attention_sink_bias": False}, False),
+        (("LlamaForCausalLM",), {"add_swa_attention_sink_bias": True}, False),
+        (("LlamaForCausalLM",), {"learnable_sink": True}, True),
+        (("LlamaForCausalLM",), {}, False),
+    ],
+)
+def test_sinks_are_found_as_sglang_finds_them(names, text, found):
+    from types import SimpleNamespace
+
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=list(names)), hf_text_config=SimpleNamespace(**text)
+    )
+    assert model_kinds.sinks(text, names) == found == bool(ModelConfig._detect_attention_sinks(config))
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "own_pool"),
+    [
+        (("Gemma3ForCausalLM",), {"sliding_window": 32, "layer_types": ["sliding_attention"]}, False),
+        (("Gemma2ForCausalLM",), {"sliding_window": 32}, False),
+        (("MistralForCausalLM",), {"sliding_window": 32}, False),
+        (("BeamForCausalLM",), {"layer_types": ["sliding_attention"]}, True),
+        (("BeamForCausalLM",), {"layer_types": ["full_attention"]}, False),
+        (("Gemma4ForCausalLM",), {"layer_types": ["sliding_attention"]}, True),
+        (("OtherForCausalLM",), {"is_hybrid_swa": True}, True),
+        (("LagunaForCausalLM",), {"sliding_window": 0}, False),
+    ],
+)
+def test_pools_of_their_own_are_sglangs(names, text, own_pool):
+    from types import SimpleNamespace
+
+    from sglang.srt.configs.model_config import is_hybrid_swa_model
+
+    found = [t for t in traits(text, "", names) if model_kinds.pool_of_its_own(t, names)]
+    assert bool(found) == own_pool == bool(is_hybrid_swa_model(list(names), SimpleNamespace(**text)))
 
 
 def test_indexed_names_are_sglangs():

@@ -9,7 +9,10 @@ import pytest
 import torch
 from launches import scales, write_safetensors
 
-MODEL = {"head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False}
+MODEL = {
+    "head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False,
+    "has_attention_sinks": False,
+}  # fmt: skip
 ARGS = {
     "model_path": "org/name",
     "kv_cache_dtype": "nvfp4",
@@ -159,6 +162,7 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"mla": True}, "an MLA model"),
         ({"model": {"is_hybrid_swa": True}}, "a sliding-window KV pool"),
+        ({"model": {"has_attention_sinks": True}}, "attention sinks"),
         ({"recurrent": True}, r"a model with recurrent \(linear-attention\) layers"),
         ({"model": {"head_dim": 72, "v_head_dim": 72}}, "head_dim 72, which is not a multiple of 16"),
         ({"model": {"v_head_dim": 128}}, r"K and V of different width \(head_dim 64, v_head_dim 128\)"),

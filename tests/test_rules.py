@@ -66,7 +66,7 @@ CASES = {
     "FP4-036": drafted(target={"dtype": "float16"}),
     "FP4-037": drafted("--speculative-draft-model-revision", "b", named={"draft_revision": "a"}),
     "FP4-038": model(kv_lora_rank=512),
-    "FP4-039": model(sliding_window=1024),
+    "FP4-039": model(architectures=["MellumForCausalLM"]),
     "FP4-040": model(layer_types=["linear_attention", "full_attention"] * 2),
     "FP4-041": {**model(architectures=["GptOssForCausalLM"]), "with": ["FP4-039"]},
     "FP4-042": {"flags": [*NVFP4, "--tp-size", "3"], "with": ["FP4-027"]},
@@ -109,6 +109,10 @@ CASES = {
     "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
     "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
     "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
+    "FP4-090": drafted("--speculative-accept-threshold-acc", "0.9"),
+    "FP4-091": {
+        "flags": [*NVFP4, "--disable-hybrid-swa-memory"], "target": {"architectures": ["MellumForCausalLM"]},
+    },
 }  # fmt: skip
 
 
@@ -490,7 +494,7 @@ def test_only_what_has_no_result_is_untested():
     allowable = [id for id, rule in RULES.items() if rule.allowable]
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-034", "FP4-035", "FP4-058",
-        "FP4-061", "FP4-063", "FP4-079", "FP4-095",
+        "FP4-061", "FP4-063", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

@@ -13,7 +13,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_fp4kv.embedded import hooks, host_transfers, interpreter_fixes
+from sglang_fp4kv.embedded import hooks, host_transfers, interpreter_fixes, verify_sampling
 from sglang_fp4kv.served import DRAFTERS
 
 
@@ -61,6 +61,7 @@ class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
         hooks.require_active()
         host_transfers.install()
         hooks.use_plain_qk_norm_rope(model)
+        verify_sampling.install()
 
 
 def speculative_cache_locs(

@@ -1,4 +1,4 @@
-"""NVFP4 KV with and without the drafter on the real server: equal answers, true bytes, proof."""
+"""NVFP4 KV with and without the drafter on the real server: equal answers, true bytes, proof; sampling."""
 
 import json
 import os
@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+import requests
 
-from launcher.client import fp4kv_report, generate, server_info
+from launcher.client import ServerError, fp4kv_report, generate, server_info
 from launcher.demo import PAIR, load_prompts
 from launcher.equality import CPU_BOUND, compare
 from sglang_fp4kv import formats
@@ -24,6 +25,17 @@ DRAFTED = (
 BUDGET_BYTES = 20_000_000
 BLOCK = 8
 UNSURE_TOKENS = 24
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"enum": [1, 2]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+)
+PATTERN = r'\{"a":(true|false),"b":[12]\}'
+DRAWS = 16
+FILTERED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
 
 
 def serve(tmp_path, name, *flags, **env):
@@ -76,6 +88,37 @@ def ask_unsure(server, unsure, **options):
     ]
 
 
+def ask_json(server, prompts):
+    """The likeliest answer that the schema allows, and one that is drawn from what the pattern allows.
+
+    A schema allows white space without end, which a drawn answer may take.
+    """
+    prompt = prompts[0]["input_ids"]
+    return [
+        generate(server.url, prompt, 40, json_schema=SCHEMA),
+        generate(server.url, prompt, 40, regex=PATTERN, temperature=1.0),
+    ]
+
+
+def draw(server, unsure):
+    """DRAWS answers of three tokens to one prompt."""
+    body = {
+        "input_ids": unsure[0]["input_ids"],
+        "sampling_params": {**FILTERED, "max_new_tokens": 3, "ignore_eos": True, "n": DRAWS},
+    }
+    response = requests.post(f"{server.url}/generate", json=body, timeout=600)
+    response.raise_for_status()
+    return [tuple(answer["output_ids"]) for answer in response.json()]
+
+
+def ask_with_penalty(server, prompts):
+    """What the server says to a repetition penalty: an answer, or the reason why there is none."""
+    try:
+        return generate(server.url, prompts[0]["input_ids"], 2, repetition_penalty=1.1).tokens
+    except ServerError as error:
+        return str(error)
+
+
 @pytest.fixture(scope="module")
 def undrafted(scratch, prompts, unsure):
     """The undrafted answers to both sets of prompts, and the report."""
@@ -85,16 +128,18 @@ def undrafted(scratch, prompts, unsure):
             generate(server.url, p["input_ids"], p["max_new_tokens"], top_two=True) for p in prompts
         ]
         torn = ask_unsure(server, unsure, top_two=True)
-        return answers, fp4kv_report(server_info(server.url)), torn
+        sampled = ask_json(server, prompts), ask_with_penalty(server, prompts)
+        return answers, fp4kv_report(server_info(server.url)), torn, sampled
 
 
 @pytest.fixture(scope="module")
-def drafted(scratch, prompts):
+def drafted(scratch, prompts, unsure):
     flags = (*DRAFTED, "--max-total-tokens", "100000000")
     with serve(scratch, "drafted", *flags, FP4KV_KV_BUDGET_BYTES=str(BUDGET_BYTES)) as server:
         answers = [generate(server.url, p["input_ids"], p["max_new_tokens"]) for p in prompts]
         again = generate(server.url, prompts[0]["input_ids"], prompts[0]["max_new_tokens"])
-        return answers, again, fp4kv_report(server_info(server.url))
+        sampled = ask_json(server, prompts), ask_with_penalty(server, prompts), draw(server, unsure)
+        return answers, again, fp4kv_report(server_info(server.url)), sampled
 
 
 def differing(reference, candidates, prompts):
@@ -120,7 +165,7 @@ def test_verify_accepts_real_drafts(drafted):
 
 
 def test_a_repeated_prompt_hits_the_cache_and_repeats_its_answer(drafted):
-    answers, again, _ = drafted
+    answers, again, *_ = drafted
     assert again.cached_tokens > 0
     assert again.text == answers[0].text
 
@@ -155,6 +200,29 @@ def test_the_scheduler_reports_our_parts(drafted):
     assert target["global_scales"]["source"] == "default"
     assert draft["class"] == "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
     assert draft["dtype"] == "float8_e4m3fn"
+
+
+def test_constrained_answers_are_json_and_the_same_with_the_drafter(undrafted, drafted):
+    (likeliest, drawn), _ = undrafted[3]
+    (drafted_likeliest, drafted_drawn), *_ = drafted[3]
+    assert drafted_likeliest.tokens == likeliest.tokens
+    for answer in (likeliest, drawn, drafted_likeliest, drafted_drawn):
+        value = json.loads(answer.text)
+        assert set(value) == {"a", "b"} and type(value["a"]) is bool and value["b"] in (1, 2)
+
+
+def test_verify_draws_where_a_request_samples(drafted):
+    """Accepting greedily would give all answers that begin alike the same rest; how often each comes is
+    tests/test_verify_sampling.py's."""
+    draws = drafted[3][2]
+    assert len(draws) == DRAWS
+    assert len({d[0] for d in draws}) < len(set(draws))
+
+
+def test_penalties_are_refused_with_the_drafter_alone(undrafted, drafted):
+    assert isinstance(undrafted[3][1], tuple)
+    reason = drafted[3][1]
+    assert "HTTP 400" in reason and "repetition_penalty 1.1" in reason
 
 
 def ask_oracle(scratch, unsure, answers, name, **env):

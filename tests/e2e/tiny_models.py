@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 256, 4, 4, 2, 64
 DRAFT_LAYERS, BLOCK_SIZE, MASK_TOKEN = 2, 8, 500
+WINDOW = 32
 
 
 def build_target(folder: Path, seed: int = 0) -> Path:
@@ -35,6 +36,44 @@ def build_target(folder: Path, seed: int = 0) -> Path:
                 gain = 1.0 if "embed" in name else weight.shape[1] ** -0.5
                 wide = 3.0 if "lm_head" in name else 1.0
                 weight.normal_(0, wide * gain, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+def build_windowed(folder: Path, seed: int = 0) -> Path:
+    """A Gemma 3 of which three layers of four look WINDOW tokens back; weights are BF16.
+
+    SGLang serves this class from one KV pool. Its head is its embedding, so the norms after each block
+    are large: the answer would repeat its last token otherwise.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        query_pre_attn_scalar=HEAD_DIM,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        pad_token_id=None,
+        eos_token_id=VOCAB - 1,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                gain = 0.2 if "embed" in name else weight.shape[1] ** -0.5
+                weight.normal_(0, gain, generator=generator)
+            elif "post_" in name:
+                weight.fill_(9.0)
     model.to(torch.bfloat16).save_pretrained(folder)
     _save_tokenizer(folder)
     return folder
@@ -134,6 +173,9 @@ def build_draft(folder: Path, target: Path, seed: int = 1, mask_token: int = MAS
         "block_size": BLOCK_SIZE,
         "dflash_config": {"target_layer_ids": captured, "mask_token_id": mask_token},
     }
+    rope = config.get("rope_parameters") or {}
+    if "full_attention" in rope:  # a windowed target has one for each kind of layer
+        config |= {"rope_parameters": rope["full_attention"], "sliding_window": None}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 

@@ -33,6 +33,8 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
       2>&1 | tee "$out/cache.log" | tail -40
       phase pools "$py" tests/gpu/pool_report.py "$out/h200_pools.json"
       phase sparse "$py" tests/bench/bench_sparse.py --out "$out/h200_sparse.json" ;;
+    sampling) FP4KV_REQUIRE_GPU=1 phase sampling "$py" -m pytest --timeout 300 tests/test_verify_sampling.py \
+      2>&1 | tee "$out/sampling.log" | tail -20 ;;
     demo) phase demo "$py" -m launcher.demo --json "$out/h200_demo.json" --logs "$out/logs/demo" ;;
     bench) phase bench "$py" tests/bench/run.py --out "$out/h200_bench.json" ;;
     throughput) phase throughput "$py" -m tests.gpu.throughput "$MODEL" "$out/h200_throughput.json" \

@@ -12,10 +12,13 @@ recurrent layers first takes its states out of them.
 
 FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CUDA for the current device.
 
+FP4KV_GEMMA3 gives Gemma 3, which SGLang cannot draft for, the method that names the layers a DFLASH
+drafter looks at, and caps its attention's scores at this number.
+
 FP4KV_MISREAD names a file with one word, read at every layer: how the readers deliberately misread the pool.
 "k-scales-for-v" and "next-slot" (the scales of the neighbouring slot) are all readers', with
 "verify-" in front verify's alone; "verify-without-mask" lets every node of a draft tree see its whole
-block up to itself. Anything else, or no file, reads as it should.
+block up to itself; "no-window" and "no-cap" leave out what a layer has. Anything else, or no file, reads as it should.
 
 FP4KV_MOVES names a file that gets a line for every call of the target pool's move_kv_cache: how many
 rows it took to another slot.
@@ -82,6 +85,8 @@ def activate():
         import fp4kv_faults
 
         fp4kv_faults.activate(faults)
+    if os.environ.get("FP4KV_GEMMA3"):
+        make_gemma3_draftable(float(os.environ["FP4KV_GEMMA3"]))
     if os.environ.get("FP4KV_BLOCK_IN_BF16") == "1":
         from sglang_fp4kv.attention import TritonAttnBackend
 
@@ -140,6 +145,7 @@ def misread_as_told(file):
     from sglang_fp4kv.attention import TritonAttnBackend
 
     right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
+    options_of = TritonAttnBackend._layer_options
 
     def pool_layer(backend, layer):
         return misread(right(backend, layer), told(file))
@@ -152,7 +158,34 @@ def misread_as_told(file):
             pool = misread(pool, how.removeprefix("verify-"))
         return block(backend, q, k, v, out, pool, *rest)
 
+    def layer_options(backend, *args):
+        pool, lists, windowed, options = options_of(backend, *args)
+        if told() == "no-window":
+            meta = backend.forward_metadata
+            lists, windowed = (meta.kv_indptr, meta.kv_indices), False
+        if told() == "no-cap":
+            options["logit_cap"] = 0.0
+        return pool, lists, windowed, options
+
     TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block = pool_layer, attend_block
+    TritonAttnBackend._layer_options = layer_options
+
+
+def make_gemma3_draftable(cap):
+    """Layer i's output is what layer i + 1 gets, as in SGLang's other targets (srt/models/qwen3.py)."""
+    from sglang.srt.models import gemma3_causal
+
+    def capture(model, layer_ids):
+        model.capture_aux_hidden_states = True
+        model.model.layers_to_capture = [layer + 1 for layer in layer_ids]
+
+    def capped(attention, *args, **kwargs):
+        built(attention, *args, **kwargs)
+        attention.attn.logit_cap = cap
+
+    built = gemma3_causal.Gemma3Attention.__init__
+    gemma3_causal.Gemma3Attention.__init__ = capped
+    gemma3_causal.Gemma3ForCausalLM.set_dflash_layers_to_capture = capture
 
 
 def write_down_moves(file):

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
     use_mla_backend,
 )
-from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
 from sglang_fp4kv import formats
 from sglang_fp4kv.served import BACKEND, DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES
@@ -98,7 +98,9 @@ def unproven(server_args):
         f"DFLASH on a {model.dtype} target": drafter == "DFLASH"
         and str(model.dtype) == "torch.float16",
         "a sliding-window KV pool": model.is_hybrid_swa,
-        "a model with recurrent (linear-attention) layers": mambaish_config(model) is not None,
+        "recurrent layers other than gated-delta ones": (
+            mambaish_config(model) is not None and hybrid_gdn_config(model) is None
+        ),
         f"head_dim {head_dim}, which is not a multiple of {formats.BLOCK_SIZE}": (
             head_dim % formats.BLOCK_SIZE != 0
         ),

@@ -53,6 +53,12 @@ SEAMS = {
     ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": ("self",),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc": ("loc_info",),
+    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool._transfer_full_attention_id": ("self", "layer_id"),
+    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool._wait_for_layer": ("self", "layer_id"),
+    "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.decode": (
+        "self", "q", "k", "v", "a", "b", "A_log", "dt_bias", "ssm_states", "cache_indices", "query_start_loc",
+        "kwargs",
+    ),
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": (
         "self", "available_bytes", "page_size",
     ),

@@ -34,7 +34,7 @@ def scheduler(pool, kv_cache_dtype="nvfp4", draft_pool=None):
     draft = draft_pool and SimpleNamespace(
         draft_model_runner=SimpleNamespace(token_to_kv_pool=draft_pool, attn_backend=backend)
     )
-    runner = SimpleNamespace(token_to_kv_pool=pool, attn_backend=backend)
+    runner = SimpleNamespace(token_to_kv_pool=pool, attn_backend=backend, req_to_token_pool=SimpleNamespace())
     return SimpleNamespace(
         server_args=args,
         tp_worker=SimpleNamespace(model_runner=runner),
@@ -80,3 +80,20 @@ def test_the_budget_is_what_sglang_divided(proof, monkeypatch):
     assert proof._budget == {
         "available_bytes": 57600, "page_size": 16, "bytes_per_token": 576, "tokens": 96,
     }  # fmt: skip
+
+
+def hybrid(packed_decode, kernel="TritonGDNKernel"):
+    """A runner with gated-delta layers, decoded by ``kernel``."""
+    dispatcher = SimpleNamespace(decode_kernel=type(kernel, (), {})(), supports_packed_decode=packed_decode)
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(linear_attn_backend=SimpleNamespace(kernel_dispatcher=dispatcher))
+    )
+
+
+def test_states_that_decode_and_verify_keep_differently_are_a_problem():
+    from sglang_fp4kv.recurrent import state_problems
+
+    (problem,) = state_problems(hybrid(True))
+    assert problem == "recurrent states are decoded by another kernel than verify's"
+    assert state_problems(hybrid(False)) == state_problems(hybrid(True, "FlashInferGDNKernel")) == []
+    assert state_problems(SimpleNamespace(attn_backend=object())) == []

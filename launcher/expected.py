@@ -2,6 +2,7 @@
 
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import memory
+from launcher.plan_model import target_states
 
 PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
 DRAFT_POOL = "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
@@ -30,6 +31,13 @@ def expected_values(launch):
         }
         if held.target_cell is not None:
             values["target", "bytes_per_token"] = held.target_cell
+    if launch.target is not None and launch.target.gated_delta:
+        states = target_states(launch.target, max(1, launch.flags.tp_size), launch.flags.mamba_ssm_dtype)
+        values |= {
+            ("states", "layers"): states.layers,
+            ("states", "dtype"): states.state_dtype,
+            ("states", "slot_bytes"): states.slot_bytes,
+        }
     if launch.drafter == "DFLASH":
         values["draft", "dtype"] = _TORCH_NAMES.get(launch.draft_dtype, launch.draft_dtype)
         if launch.kv_dtype == "nvfp4" and launch.on_triton:
@@ -85,4 +93,7 @@ def describe(report):
             modules = f" with {' and '.join(pool['modules'])}" if pool.get("modules") else ""
             writes = f", written {pool['kv_writes']}" if "kv_writes" in pool else ""
             parts.append(f"{side} {pool['dtype']}{size} in {name}{modules}{writes}")
+    states = report.get("states")
+    if states:
+        parts.append(f"states {states['dtype']} of {states['layers']} layers in {states['slots']} slots")
     return "; ".join([*parts, f"{report['max_total_num_tokens']} tokens"])

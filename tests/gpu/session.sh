@@ -36,6 +36,7 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
     checks) phase checks "$py" -m tests.gpu.checks models/pair/target "$out/checks" --draft models/pair/draft ;;
     checks-smollm2) phase checks-smollm2 "$py" -m tests.gpu.checks "$MODEL" "$out/checks-smollm2" --suite chat \
       --depths 512,1800 --context 2048 ;;
+    hybrid) phase hybrid "$py" -m tests.gpu.hybrid "$out/h200_hybrid.json" --logs "$out/logs/hybrid" ;;
     plan) phase plan "$py" -m tests.gpu.plan_servers "$out/h200_plan.json" --logs "$out/logs/plan" ;;
     sanitize) phase sanitize tests/gpu/sanitize.sh "$out/logs/sanitize" ${SANITIZE_MODES:-} ;;
     *) echo "unknown phase $name"; status=2 ;;

@@ -77,6 +77,8 @@ class Canary:
     drafted: whether a drafter is on. bound: the largest gap of a near-tie.
     haystack: sentences around the planted code. room: tokens a request may have.
     page_size: tokens; the prefix cache keeps whole pages. None: it is off.
+    snapshot_tokens: the prefix cache of a model with recurrent states keeps the last multiple of these in a prompt;
+    None where it keeps none within a prompt, 0 for a model without such states.
     ranks: data-parallel replicas, each of which is asked everything.
     cancelled: set by whoever wants no further question asked.
     """
@@ -88,6 +90,7 @@ class Canary:
     haystack: int
     room: int
     page_size: int | None
+    snapshot_tokens: int | None = 0
     ranks: int = 1
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -118,6 +121,17 @@ class Canary:
                 )
             )
         return Outcome(tuple(failures), _summary(self, trials, mean(costs)))
+
+    def keeps(self, length):
+        """Whether the prefix cache has something of a prompt of ``length`` tokens when it is asked again.
+
+        The last token is always computed, so a snapshot at the very end does not help.
+        """
+        if not self.page_size or self.snapshot_tokens is None:
+            return False
+        if self.snapshot_tokens:
+            return length > self.snapshot_tokens and length % self.snapshot_tokens > 0
+        return length > self.page_size
 
     def _options(self, deadline):
         if self.cancelled.is_set():
@@ -202,8 +216,7 @@ class Trial:
         repeat = compare(self.first.tokens, self.again.tokens, self.pooled.gaps, canary.bound)
         if not repeat.passed:
             yield self.evidence(f"the repeated prompt is answered otherwise: {repeat}", self.pooled)
-        page = canary.page_size
-        if page and len(self.prompt.tokens) > page and not self.again.cached_tokens:
+        if canary.keeps(len(self.prompt.tokens)) and not self.again.cached_tokens:
             yield self.evidence("the repeated prompt does not hit the prefix cache", self.pooled)
         if self.fresh.cached_tokens:
             yield self.evidence(

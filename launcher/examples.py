@@ -156,7 +156,7 @@ EXAMPLES = {
     },
     "FP4-038": _MODEL,
     "FP4-039": _MODEL | {"asked": "--model-path my-model with architectures 'GptOssForCausalLM'"},
-    "FP4-040": _MODEL | {"asked": "--model-path my-model with linear_num_value_heads 32"},
+    "FP4-040": _MODEL | {"asked": "--model-path my-model with mamba_num_heads 64"},
     "FP4-041": _MODEL,
     "FP4-042": {"asked": "--tp-size 4 for my-model", "heads": "6", "kind": "KV", "tp": "4"},
     "FP4-043": _MODEL | {"scales": "k_scale 0.0 of layer 3, v_scale nan of layer 3"},
@@ -206,6 +206,9 @@ EXAMPLES = {
     },
     "FP4-064": {"asked": f"{_NVFP4} --grpc-port 30001"},
     "FP4-065": {"asked": f"{_NVFP4} --checkpoint-engine-wait-weights-before-ready"},
+    "FP4-070": {"asked": "--linear-attn-backend flashinfer for my-model"},
+    "FP4-071": {"asked": "--enable-linear-replayssm for my-model"},
+    "FP4-072": {"asked": f"--mamba-ssm-dtype bfloat16 {_DFLASH} for my-model"},
     "FP4-075": _DRAFT | {"keys": "conv_kernel_size and conv_group_size"},
     "FP4-076": _DRAFT | {"problems": "selector_rank 256 and selector_top_k 0 are needed together"},
     "FP4-077": _DRAFT
@@ -218,6 +221,10 @@ EXAMPLES = {
         "width": "10",
         "page": "16",
     },
+    "FP4-090": {"asked": f"{_DFLASH} --speculative-accept-threshold-single 0.9"},
+    "FP4-091": _MODEL | {
+        "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
+    },
     "FP4-095": {"asked": f"{_TRITON} --enable-hierarchical-cache"},
     "FP4-096": {"asked": f"{_TRITON} --enable-hierarchical-cache --hicache-storage-backend file"},
     "FP4-097": {
@@ -228,8 +235,5 @@ EXAMPLES = {
     "FP4-098": {
         "asked": f"{_TRITON} --enable-hierarchical-cache --speculative-algorithm EAGLE3",
         "beside": "with EAGLE3",
-    "FP4-090": {"asked": f"{_DFLASH} --speculative-accept-threshold-single 0.9"},
-    "FP4-091": _MODEL | {
-        "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
     },
 }

@@ -2,6 +2,7 @@
 
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import memory
+from launcher.plan_model import target_states
 from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
 PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
@@ -31,6 +32,13 @@ def expected_values(launch):
         }
         if held.target_cell is not None:
             values["target", "bytes_per_token"] = held.target_cell
+    if launch.target is not None and launch.target.gated_delta:
+        states = target_states(launch.target, max(1, launch.flags.tp_size), launch.flags.mamba_ssm_dtype)
+        values |= {
+            ("states", "layers"): states.layers,
+            ("states", "dtype"): states.state_dtype,
+            ("states", "slot_bytes"): states.slot_bytes,
+        }
     if launch.drafter not in (None, *DRAFTERS_WITHOUT_MODEL):
         values["draft", "dtype"] = _TORCH_NAMES.get(launch.draft_dtype, launch.draft_dtype)
         if launch.kv_dtype == "nvfp4" and launch.on_triton:
@@ -110,4 +118,7 @@ def describe(report):
     ranks = report.get("ranks") or []
     if ranks:
         parts.append(f"the same on each of {len(ranks)} ranks")
+    states = report.get("states")
+    if states:
+        parts.append(f"states {states['dtype']} of {states['layers']} layers in {states['slots']} slots")
     return "; ".join([*parts, f"{report['max_total_num_tokens']} tokens"])

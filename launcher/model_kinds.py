@@ -26,6 +26,15 @@ RECURRENT_TYPES = (
     "jet_nemotron", "jet_vlm", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2", "nemotron_h",
     "nemotron_h_omni", "nemotron_h_puzzle", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zaya",
 )  # fmt: skip
+# Of these, the ones whose recurrent layers are gated-delta ones beside plain attention, and the keys that size them.
+GATED_DELTA_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+GATED_DELTA = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
 # Names (entries of architectures) to which SGLang gives a pool of its own for windowed layers.
 WINDOWED_NAMES = (
     "DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMDSpark", "DeepseekV4ForCausalLMNextN",

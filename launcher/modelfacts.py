@@ -12,8 +12,8 @@ from launcher.checkpoint import Checkpoint, read_checkpoint
 from launcher.draft_facts import DraftFacts, read_draft_facts
 from launcher.flags import UsageError
 from launcher.model_kinds import (
-    ATTENTION_KINDS, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, pool_of_its_own, sinks, traits,
-    unreadable_figures,
+    ATTENTION_KINDS, GATED_DELTA, GATED_DELTA_TYPES, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, base_type,
+    pool_of_its_own, sinks, traits, unreadable_figures,
 )  # fmt: skip
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -65,6 +65,19 @@ class ModelFacts:
     @property
     def recurrent(self):
         return self.trait(RECURRENT) is not None
+
+    @property
+    def gated_delta(self):
+        """Whether the recurrent layers are gated-delta ones and the file says all of them.
+
+        SGLang takes which layers keep K and V from full_attention_interval alone; layer_types may say no other.
+        """
+        if base_type(self.model_type) not in GATED_DELTA_TYPES or not self.attention_layers:
+            return False
+        interval = self.text.get("full_attention_interval")
+        if not all(type(number) is int for number in (interval, *map(self.text.get, GATED_DELTA.values()))):
+            return False
+        return list(self.attention_layers) == list(range(interval - 1, self.num_layers, interval))
 
     @property
     def sliding(self):

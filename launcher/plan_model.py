@@ -4,18 +4,11 @@ import reprlib
 from dataclasses import dataclass
 
 from launcher.flags import UsageError
-from launcher.model_kinds import OTHER_HEADS, WINDOWED
+from launcher.model_kinds import GATED_DELTA, OTHER_HEADS, WINDOWED
 from sglang_fp4kv.formats import check_head_dim
 from sglang_fp4kv.planner import Attention, GatedDelta, rank_heads, slots_per_request
 
 _KINDS = ("full_attention", "attention", "linear_attention")
-_GATED_DELTA = {
-    "key_heads": "linear_num_key_heads",
-    "value_heads": "linear_num_value_heads",
-    "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim",
-    "conv_kernel": "linear_conv_kernel_dim",
-}
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _DRAFT_TOKENS = 16  # SGLang's where neither flag nor checkpoint says
 
@@ -108,7 +101,7 @@ def target_attention(facts, tp):
             "layers keep K and V"
         )
     odd = [kind for kind in kinds or () if kind not in _KINDS]
-    if odd and any(key in facts.text for key in _GATED_DELTA.values()):
+    if odd and any(key in facts.text for key in GATED_DELTA.values()):
         raise UsageError(f"{_config(facts)}: layer_types: {odd[0]!r} is no kind of layer that is planned")
     layers = facts.attention_layers  # a range where the file has no list: its length costs nothing
     if kinds and type(interval) is int and layers != tuple(range(interval - 1, count, interval)):
@@ -133,12 +126,12 @@ def target_states(facts, tp, state_dtype=None):
     """
     if not facts.recurrent:
         return None
-    if not any(key in facts.text for key in _GATED_DELTA.values()):
+    if not any(key in facts.text for key in GATED_DELTA.values()):
         raise UsageError(
             f"{_config(facts)}: linear_num_value_heads is missing: of recurrent layers only the gated delta "
             f"rule's states are planned (model_type {facts.model_type!r})"
         )
-    sizes = {name: _positive(facts, key) for name, key in _GATED_DELTA.items()}
+    sizes = {name: _positive(facts, key) for name, key in GATED_DELTA.items()}
     dtype = state_dtype or facts.text.get("mamba_ssm_dtype") or "float32"
     if dtype not in _STATE_DTYPES:
         raise UsageError(

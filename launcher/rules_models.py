@@ -4,6 +4,7 @@ import reprlib
 
 from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
 from sglang_fp4kv.formats import BLOCK_SIZE
+from sglang_fp4kv.served import BACKEND
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 64  # the name of an architecture stays whole
@@ -65,7 +66,36 @@ def windows_put_into_one_pool(launch):
 
 
 def recurrent_layers(launch):
-    return _kept(launch, RECURRENT)
+    return None if launch.target and launch.target.gated_delta else _kept(launch, RECURRENT)
+
+
+def _of_states(launch, asked):
+    """Facts where flags are ``asked`` of a target with gated-delta layers."""
+    if not asked or launch.target is None or not launch.target.gated_delta:
+        return None
+    return {"asked": f"{asked} for {launch.target.path}"}
+
+
+def recurrent_kernels_differ(launch):
+    flags = launch.flags
+    decode = flags.linear_attn_decode_backend or flags.linear_attn_backend
+    verify = flags.linear_attn_verify_backend or ("flashinfer" if decode == "flashinfer" else BACKEND)
+    if decode == verify == BACKEND:
+        return None
+    names = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_verify_backend")
+    return _of_states(launch, launch.asked(*names))
+
+
+def states_are_kept_otherwise(launch):
+    names = ("enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_int8_mamba_checkpoint")
+    return _of_states(launch, launch.asked(*names))
+
+
+def narrow_states_are_drafted(launch):
+    dtype = launch.flags.mamba_ssm_dtype or (launch.target and launch.target.text.get("mamba_ssm_dtype"))
+    if launch.drafter is None or dtype in (None, "float32"):
+        return None
+    return _of_states(launch, launch.asked("mamba_ssm_dtype", "speculative_algorithm"))
 
 
 def index_keys(launch):

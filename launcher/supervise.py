@@ -157,7 +157,8 @@ class Supervisor:
 
     def _ask_canary(self, info, deadline):
         flags = self.launch.flags
-        tokens = fp4kv_report(info)["max_total_num_tokens"]
+        report = fp4kv_report(info)
+        tokens, states = report["max_total_num_tokens"], report.get("states")
         canary = Canary(
             url=self.url,
             access=self._access,
@@ -166,6 +167,7 @@ class Supervisor:
             haystack=_HAYSTACK_ON_CPU if flags.device == "cpu" else _HAYSTACK,
             room=min(n for n in (self.launch.context, tokens) if n),
             page_size=None if info["disable_radix_cache"] else info["page_size"],
+            snapshot_tokens=states["snapshot_tokens"] if states else 0,
             ranks=flags.dp_size,
             cancelled=self.done,
         )

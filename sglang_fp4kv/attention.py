@@ -95,7 +95,10 @@ class TritonAttnBackend(stock.TritonAttnBackend):
         packed = find_packed_pool(pool)
         if pool is packed:
             return packed.packed_layer(layer.layer_id)
-        return packed.packed_layer(pool.full_attention_layer_id_mapping[layer.layer_id])
+        # A pool of attention and recurrent layers: it waits for layers that are loaded from the host, and
+        # counts the attention layers alone.
+        pool._wait_for_layer(layer.layer_id)
+        return packed.packed_layer(pool._transfer_full_attention_id(layer.layer_id))
 
     def _write(self, layer, forward_batch, k, v):
         loc_info = KVWriteLoc.for_batch(forward_batch)

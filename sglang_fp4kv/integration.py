@@ -127,8 +127,12 @@ def _wrap_triton_backend():
     def create_triton_backend(runner):
         from sglang_fp4kv.pool import find_packed_pool
 
-        if find_packed_pool(runner.token_to_kv_pool) is None:
+        pool = runner.token_to_kv_pool
+        if find_packed_pool(pool) is None:
             return stock(runner)
         from sglang_fp4kv.attention import TritonAttnBackend
+        from sglang_fp4kv.recurrent import decode_as_verify
 
+        if getattr(pool, "mamba_pool", None) is not None:
+            decode_as_verify()
         return TritonAttnBackend(runner)

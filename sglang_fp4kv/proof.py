@@ -71,11 +71,12 @@ def _model_report(model):
 def report(scheduler):
     """A JSON-able description of the pools, recipe and backends that ``scheduler`` serves with.
 
-    Keys: version, target, draft (None without a drafter), budget (the sizing that chose the number
-    of tokens), max_total_num_tokens, host (the hierarchical cache's pools by name, None without it).
-    Bytes are bytes on this GPU, or in host memory for it.
+    Keys: version, target, draft (None without a drafter), states (of recurrent layers, None without),
+    budget (the sizing that chose the number of tokens), max_total_num_tokens, host (the hierarchical
+    cache's pools by name, None without it). Bytes are bytes on this GPU, or in host memory for it.
     """
     from sglang_fp4kv.pool import find_packed_pool
+    from sglang_fp4kv.recurrent import state_report
 
     runner = scheduler.tp_worker.model_runner
     target = {
@@ -109,6 +110,7 @@ def report(scheduler):
         "version": __version__,
         "target": target,
         "draft": draft,
+        "states": state_report(runner, scheduler.server_args),
         "budget": dict(_budget),
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "host": _host_report(scheduler),
@@ -158,6 +160,7 @@ def require_active(scheduler):
         )
     from sglang_fp4kv.draft_pool import DraftTokenToKVPool
     from sglang_fp4kv.pool import find_packed_pool
+    from sglang_fp4kv.recurrent import state_problems
     from sglang_fp4kv.resolution import uses_packed_read
 
     if not uses_packed_read(resolved_view(scheduler.server_args)):
@@ -177,6 +180,7 @@ def require_active(scheduler):
             )
     if not _backend_report(runner).startswith("sglang_fp4kv."):
         problems.append(f"the target's attention backend is {_backend_report(runner)}")
+    problems.extend(state_problems(runner))
     draft_runner = _draft_runner(scheduler)
     if draft_runner is not None:
         pool = draft_runner.token_to_kv_pool

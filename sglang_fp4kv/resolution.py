@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.overrides import (
     use_mla_backend,
 )
 from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
-from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
 from sglang_fp4kv import formats
 from sglang_fp4kv.checkpoint_scales import check_scales
@@ -119,7 +119,9 @@ def unproven(server_args):
         and str(model.dtype) == "torch.float16",
         "a sliding-window KV pool": model.is_hybrid_swa,
         "attention sinks": model.has_attention_sinks,
-        "a model with recurrent (linear-attention) layers": mambaish_config(model) is not None,
+        "recurrent layers other than gated-delta ones": (
+            mambaish_config(model) is not None and hybrid_gdn_config(model) is None
+        ),
         f"head_dim {head_dim}, which is not a multiple of {formats.BLOCK_SIZE}": (
             head_dim % formats.BLOCK_SIZE != 0
         ),

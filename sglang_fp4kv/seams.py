@@ -67,6 +67,12 @@ SEAMS = {
     "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer": (
         "self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft",
     ),
+    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool._transfer_full_attention_id": ("self", "layer_id"),
+    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool._wait_for_layer": ("self", "layer_id"),
+    "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.decode": (
+        "self", "q", "k", "v", "a", "b", "A_log", "dt_bias", "ssm_states", "cache_indices", "query_start_loc",
+        "kwargs",
+    ),
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": (
         "self", "available_bytes", "page_size",
     ),
@@ -77,6 +83,7 @@ SEAMS = {
     "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._init_fused_kv_helper": ("self",),
     "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_fused": (
         "self", "ctx_hidden", "ctx_positions", "ctx_cache_loc", "ctx_cache_loc_2d", "commit_lens",
+    ),
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": ("req", "enable_overlap"),
     "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs": (
         "next_token_logits", "sampling_info", "draft_token_num", "bs", "max_top_k",

@@ -18,6 +18,12 @@ TARGET = {
 DRAFT = {
     **TARGET, "num_hidden_layers": 1, "block_size": 8, "dflash_config": {"target_layer_ids": [0, 2]},
 }  # fmt: skip
+HYBRID = {
+    "model_type": "qwen3_5_text", "num_hidden_layers": 8, "full_attention_interval": 4,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 NVFP4 = ["--kv-cache-dtype", "nvfp4", "--attention-backend", "triton"]
 MX = ["--kv-cache-dtype", "fp4_mx_block16", "--attention-backend", "triton"]
 DFLASH = ["--speculative-algorithm", "DFLASH"]
@@ -49,11 +55,11 @@ def scale(value):
     return "F32", [1], struct.pack("<f", value)
 
 
-def scales(values):
-    """One k_scale and one v_scale a layer, named as checkpoints name them."""
+def scales(values, layers=None):
+    """One k_scale and one v_scale a layer (of ``layers``, or from the first), named as checkpoints name them."""
     return {
         f"model.layers.{layer}.self_attn.attn.{side}_scale": scale(value)
-        for layer, value in enumerate(values)
+        for layer, value in zip(layers or range(len(values)), values, strict=True)
         for side in "kv"
     }
 

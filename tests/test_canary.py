@@ -113,6 +113,17 @@ def canary(served, **changes):
     return Canary(**{**values, **changes})
 
 
+@pytest.mark.parametrize(
+    ("page", "snapshots", "length", "kept"),
+    [
+        (16, 0, 17, True), (16, 0, 16, False), (None, 0, 99, False), (None, 64, 99, False),
+        (1, 64, 64, False), (1, 64, 65, True), (1, 64, 128, False), (1, 64, 129, True), (1, None, 99, False),
+    ],
+)  # fmt: skip
+def test_what_the_prefix_cache_has_of_a_repeated_prompt(model, page, snapshots, length, kept):
+    assert canary(model(), page_size=page, snapshot_tokens=snapshots).keeps(length) is kept
+
+
 def test_a_right_server_passes(model):
     outcome = canary(model()).run(60)
     assert outcome.failures == ()

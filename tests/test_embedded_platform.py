@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_fp4kv import embedded
-from sglang_fp4kv.embedded import hooks, ranks
+from sglang_fp4kv.embedded import hooks, ranks, recurrent
 from sglang_fp4kv.embedded.environment import embedded_env, embedded_flags, embedded_reasons
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +178,14 @@ def test_all_gather_elsewhere_is_the_stock_one():
     elsewhere = torch.zeros(2, device="meta")
     ranks.all_gather_on_cpu(lambda *arguments: seen.append(arguments), "group", "output", elsewhere)
     assert seen == [("group", "output", elsewhere)]
+def test_pinning_and_choosing_a_device_do_nothing_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
+    monkeypatch.delattr(torch.cpu, "device", raising=False)
+    recurrent.make_pinning_harmless()
+    recurrent.give_the_cpu_a_device()
+    x = torch.zeros(1)
+    with torch.cpu.device(x.device.index):
+        assert x.pin_memory() is x
 
 
 def test_tiles_keep_their_head_dim_blocks():

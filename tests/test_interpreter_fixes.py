@@ -367,3 +367,44 @@ def test_sglang_extend_attention(device, prefix, new, causal):
     )
     keys, values = torch.cat([k[slots], k_new]), torch.cat([v[slots], v_new])
     assert close_enough(out, reference_attention(q, keys, values, prefix if causal else None))
+
+
+@triton.jit
+def _scaled_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, tl.load(x_ptr + i, i < N) * (2 if TWICE else 1), i < N)
+
+
+def _autotuned(**options):
+    """The kernel above with a heuristic under an autotuner of two block sizes."""
+    configs = [triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 64}, pre_hook=options.pop("pre_hook", None))]
+    tuned = triton.autotune(configs, key=["N"], **options)
+    return tuned(triton.heuristics({"TWICE": lambda args: args["N"] > 50})(_scaled_kernel))
+
+
+@pytest.mark.interpreter
+def test_an_autotuned_kernel_runs_by_the_first_configuration_that_is_left(device):
+    x = torch.arange(100.0, device=device)
+    out, seen = torch.zeros_like(x), []
+
+    def keep_the_large(configs, named_args, **kwargs):
+        return [config for config in configs if config.kwargs["BLOCK"] == 64]
+
+    kernel = _autotuned(
+        prune_configs_by={"early_config_prune": keep_the_large},
+        pre_hook=lambda args: seen.append((args["N"], args["BLOCK"])),
+    )
+    kernel[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](x, out, 100)
+    assert torch.equal(out, 2 * x)
+    assert kernel.best_config.kwargs == {"BLOCK": 64} and (100, 64) in seen
+
+
+@pytest.mark.interpreter
+def test_no_driver_times_an_autotuned_kernel(device):
+    if not fixes.is_applied():
+        pytest.skip("on a GPU a driver does")
+    x = torch.arange(40.0)
+    out = torch.zeros_like(x)
+    kernel = _autotuned(do_bench=lambda *args, **kwargs: pytest.fail("timed"))
+    kernel[lambda meta: (triton.cdiv(40, meta["BLOCK"]),)](x, out, 40)
+    assert torch.equal(out, x) and kernel.best_config.kwargs == {"BLOCK": 16}

@@ -33,7 +33,7 @@ def scheduler(pool, kv_cache_dtype="nvfp4", draft_pool=None):
     backend = SimpleNamespace()
     draft_runner = SimpleNamespace(token_to_kv_pool=draft_pool, attn_backend=backend)
     draft = draft_pool and SimpleNamespace(weight_update_runners=lambda: [("draft", draft_runner)])
-    runner = SimpleNamespace(token_to_kv_pool=pool, attn_backend=backend)
+    runner = SimpleNamespace(token_to_kv_pool=pool, attn_backend=backend, req_to_token_pool=SimpleNamespace())
     return SimpleNamespace(
         server_args=args,
         tp_worker=SimpleNamespace(model_runner=runner),
@@ -96,6 +96,8 @@ def test_the_rank_that_answers_reports_for_all(proof, monkeypatch):
     group = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, other])
     proof.gather_ranks(group, own)
     assert answer() == {**own, "ranks": [own, other]}
+
+
 def under_hicache(served, *entries):
     """``served`` with a hierarchical cache of (name, device pool, host pool)."""
     held = [
@@ -135,3 +137,20 @@ def test_the_report_names_the_host_pools(proof):
         "kv": {"class": "types.SimpleNamespace", "tokens": 64, "bytes_per_token": 144}
     }
     assert proof.report(scheduler(pool, "auto"))["host"] is None
+
+
+def hybrid(packed_decode, kernel="TritonGDNKernel"):
+    """A runner with gated-delta layers, decoded by ``kernel``."""
+    dispatcher = SimpleNamespace(decode_kernel=type(kernel, (), {})(), supports_packed_decode=packed_decode)
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(linear_attn_backend=SimpleNamespace(kernel_dispatcher=dispatcher))
+    )
+
+
+def test_states_that_decode_and_verify_keep_differently_are_a_problem():
+    from sglang_fp4kv.recurrent import state_problems
+
+    (problem,) = state_problems(hybrid(True))
+    assert problem == "recurrent states are decoded by another kernel than verify's"
+    assert state_problems(hybrid(False)) == state_problems(hybrid(True, "FlashInferGDNKernel")) == []
+    assert state_problems(SimpleNamespace(attn_backend=object())) == []

@@ -50,13 +50,14 @@ def resolve(monkeypatch):
     """Runs both steps; returns (declared fields, names of the stock steps that ran)."""
     from sglang_fp4kv import resolution
 
-    def run(model=None, mla=False, recurrent=False, **changes):
+    def run(model=None, mla=False, recurrent=False, gated_delta=False, **changes):
         args = SimpleNamespace(**{**ARGS, **changes})
         declared, stock = {}, []
         monkeypatch.setattr(resolution, "resolving_view", lambda a: a)
         monkeypatch.setattr(resolution, "resolved_view", lambda a: a)
         monkeypatch.setattr(resolution, "use_mla_backend", lambda a: mla)
         monkeypatch.setattr(resolution, "mambaish_config", lambda m: object() if recurrent else None)
+        monkeypatch.setattr(resolution, "hybrid_gdn_config", lambda m: object() if gated_delta else None)
         config = SimpleNamespace(**{**MODEL, **(model or {})})
         monkeypatch.setattr(resolution, "model_config_of", lambda a: config)
         monkeypatch.setattr(
@@ -163,7 +164,7 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"mla": True}, "an MLA model"),
         ({"model": {"is_hybrid_swa": True}}, "a sliding-window KV pool"),
         ({"model": {"has_attention_sinks": True}}, "attention sinks"),
-        ({"recurrent": True}, r"a model with recurrent \(linear-attention\) layers"),
+        ({"recurrent": True}, "recurrent layers other than gated-delta ones"),
         ({"model": {"head_dim": 72, "v_head_dim": 72}}, "head_dim 72, which is not a multiple of 16"),
         ({"model": {"v_head_dim": 128}}, r"K and V of different width \(head_dim 64, v_head_dim 128\)"),
         (
@@ -179,6 +180,10 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
 def test_what_is_not_proven_is_refused_by_name(resolve, changes, named):
     with pytest.raises(ValueError, match=f"does not serve {named}"):
         resolve(**changes)
+
+
+def test_gated_delta_layers_are_served(resolve):
+    assert resolve(recurrent=True, gated_delta=True) == resolve()
 
 
 def test_everything_that_is_refused_is_named_at_once(resolve):

@@ -9,7 +9,7 @@ import pytest
 from launcher.launch import memory
 from launcher.refusal import COLUMNS, TEXTS, render
 from launcher.rules import FAILS, RULES, UNTESTED, judge
-from launches import DFLASH, H200, MX, NO_GPU, NVFP4, launch, machine, scales
+from launches import DFLASH, H200, HYBRID, MX, NO_GPU, NVFP4, launch, machine, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 UNDRAFTED = {"flags": NVFP4}
@@ -95,6 +95,9 @@ CASES = {
     "FP4-063": model(multi_query=True),
     "FP4-064": plain("--grpc-port", "30001"),
     "FP4-065": plain("--checkpoint-engine-wait-weights-before-ready"),
+    "FP4-070": {**plain("--linear-attn-backend", "flashinfer"), "target": HYBRID},
+    "FP4-071": {**plain("--enable-linear-replayssm"), "target": HYBRID},
+    "FP4-072": drafted("--mamba-ssm-dtype", "bfloat16", target=HYBRID),
     "FP4-075": drafted(draft={"conv_kernel_size": 2, "conv_group_size": 16}),
     "FP4-076": drafted(draft=dflash2(selector_top_k=0)),
     "FP4-077": drafted(draft=dflash2() | {"architectures": ["DFlashDraftModel"]}),
@@ -494,7 +497,7 @@ def test_only_what_has_no_result_is_untested():
     allowable = [id for id, rule in RULES.items() if rule.allowable]
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-034", "FP4-035", "FP4-058",
-        "FP4-061", "FP4-063", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
+        "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

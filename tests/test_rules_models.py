@@ -4,7 +4,8 @@ import pytest
 
 from launcher.launch import memory
 from launcher.rules import judge
-from launches import DFLASH, DRAFT, NVFP4, TARGET, launch
+from launcher.expected import expected_values
+from launches import DFLASH, DRAFT, HYBRID, NVFP4, TARGET, launch, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 
@@ -93,3 +94,69 @@ def test_figures_outside_of_the_file_are_refused(tmp_path, monkeypatch, side, co
     key = "num_kv_heads" if "num_kv_heads" in config else "model_type"
     assert all(r.asked.endswith(f" {path} with {key} {config[key]!r}") for r in refusals)
     assert all(("must be written down" in r.why) == (key == "model_type") for r in refusals)
+
+
+# Hybrids that SGLang takes for gated-delta ones or not, beside HYBRID; where they fall, the key that says so.
+OTHER_HYBRIDS = {
+    "by name alone": ({"model_type": "qwen3_5_text", "layer_types": None, "linear_num_value_heads": None}, "full_attention_interval 4"),
+    "without the interval": ({"full_attention_interval": None}, "layer_types 'linear_attention'"),
+    "two lists of layers": ({"full_attention_interval": 2}, "layer_types 'linear_attention'"),
+    "Kimi-Linear": ({"model_type": "kimi_linear"}, "layer_types 'linear_attention'"),
+    "Jet-Nemotron": ({"model_type": "jet_nemotron"}, "layer_types 'linear_attention'"),
+    "Nemotron-H": ({"model_type": "nemotron_h"}, "layer_types 'linear_attention'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_gated_delta_hybrids_are_accepted(tmp_path, kind, listed):
+    config = {**HYBRID, "model_type": kind}
+    if not listed:
+        del config["layer_types"]
+    for flags in (NVFP4, GOOD, [*GOOD, "--mamba-ssm-dtype", "float32"], [*NVFP4, "--mamba-ssm-dtype", "bfloat16"]):
+        assert judge(launch(tmp_path, flags, target=config)) == []
+
+
+@pytest.mark.parametrize("name", OTHER_HYBRIDS)
+def test_other_hybrids_are_refused_by_the_key_that_says_so(tmp_path, name):
+    change, key = OTHER_HYBRIDS[name]
+    (only,) = judge(launch(tmp_path, NVFP4, target={**HYBRID, **change}))
+    assert only.id == "FP4-040" and only.asked.endswith(f" with {key}")
+
+
+def test_a_hybrids_layers_are_counted_apart(tmp_path):
+    """2 attention layers of 2 heads x 2 x (32 + 4) bytes; 6 states of 4 heads x 64 x 64 and 512 channels x 3."""
+    case = launch(tmp_path, [*NVFP4, "--mamba-ssm-dtype", "bfloat16"], target=HYBRID)
+    values = expected_values(case)
+    assert values["target", "bytes_per_token"] == 2 * 144
+    states = {key: value for (side, key), value in values.items() if side == "states"}
+    assert states == {"layers": 6, "dtype": "bfloat16", "slot_bytes": 6 * (4 * 64 * 64 + 512 * 3) * 2}
+    assert not [key for key in expected_values(launch(tmp_path, NVFP4)) if key[0] == "states"]
+
+
+def test_kv_scales_are_wanted_of_a_hybrids_attention_layers_alone(tmp_path):
+    assert judge(launch(tmp_path, NVFP4, target=HYBRID, tensors=scales([0.5, 0.5], [3, 7]))) == []
+    (only,) = judge(launch(tmp_path, NVFP4, target=HYBRID, tensors=scales([0.5, 0.5], [0, 3])))
+    assert only.id == "FP4-044" and "layers 7 (of 2)" in only.says
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--linear-attn-decode-backend", "cutedsl"], ["FP4-070"]),
+        (["--linear-attn-verify-backend", "flashinfer"], ["FP4-070"]),
+        (["--linear-attn-prefill-backend", "flashinfer"], []),
+        (["--enable-int8-mamba-checkpoint"], ["FP4-071"]),
+        (["--enable-linear-replayssm-spec"], ["FP4-071"]),
+    ],
+)
+def test_other_kernels_and_states_are_untested_with_gated_delta_layers_only(tmp_path, flags, expected):
+    assert [r.id for r in judge(launch(tmp_path, [*NVFP4, *flags], target=HYBRID))] == expected
+    assert judge(launch(tmp_path, [*NVFP4, *flags])) == []
+
+
+def test_narrow_states_in_the_config_count_too(tmp_path):
+    (only,) = judge(launch(tmp_path, GOOD, target={**HYBRID, "mamba_ssm_dtype": "bfloat16"}))
+    assert only.id == "FP4-072"
+    flags = [*GOOD, "--mamba-ssm-dtype", "float32"]
+    assert judge(launch(tmp_path, flags, target={**HYBRID, "mamba_ssm_dtype": "bfloat16"})) == []

@@ -7,7 +7,7 @@ after the weights are loaded, so a hook that SGLang failed to apply stops the se
 
 import torch
 
-from sglang_fp4kv.embedded import ranks, trees
+from sglang_fp4kv.embedded import ranks, recurrent, trees
 
 BLOCK_SCALED_POOL = "the block-scaled (fp4 / mxfp8) KV pool"
 
@@ -17,7 +17,7 @@ _TILES = (
     "sglang.kernels.ops.attention.extend_attention._get_block_sizes_for_extend_attention"
 )
 _TOP_K = "sglang.srt.models.dflash._radix_topk"
-TARGETS = (_REJECT, _IS_FP4, _TILES, _TOP_K, *trees.TARGETS, *ranks.TARGETS)
+TARGETS = (_REJECT, _IS_FP4, _TILES, _TOP_K, *trees.TARGETS, *ranks.TARGETS, *recurrent.TARGETS)
 
 # Query rows and keys of one tile. A tile costs the interpreter milliseconds, whatever its size:
 # 600 new tokens on 300 take 0.23 s a layer instead of 0.75 s with the 64 x 64 of an unknown GPU.
@@ -34,6 +34,7 @@ def install() -> None:
     HookRegistry.register(_TOP_K, torch_top_k, HookType.REPLACE)
     trees.install(HookRegistry, HookType)
     ranks.install(HookRegistry, HookType)
+    recurrent.install()
 
 
 def require_active() -> None:

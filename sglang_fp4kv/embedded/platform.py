@@ -49,6 +49,10 @@ class EmbeddedPlatform(CpuDeviceMixin, SRTPlatform):
     def get_speculative_cache_locs_fn(self):
         return speculative_cache_locs
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Snapshots of recurrent states for the prefix cache: Triton kernels and torch copies."""
+        return True
+
     # Pure torch everywhere else: no sgl_kernel, no inductor.
 
     def get_dispatch_key_name(self) -> str:

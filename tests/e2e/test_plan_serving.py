@@ -19,9 +19,8 @@ PLUGIN = Path(__file__).parent / "plugin"
 BUDGET = 7_654_321  # divides by no bytes of a token, and by no page
 HYBRID_BUDGET = 98_765_433
 DRAFTED = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
-# Its layers need a CUDA device to be built and a GPU to run, so its pools are sized and nothing is generated.
-HYBRID_ENV = {"FP4KV_NO_CUDA_DEVICE": "1", "FP4KV_KV_BUDGET_BYTES": str(HYBRID_BUDGET)}
-HYBRID = ("--load-format", "dummy", "--skip-server-warmup", "--disable-overlap-schedule", "--kv-cache-dtype", "bf16")
+# test_hybrid_serving.py has NVFP4 and the snapshots that overlapped scheduling brings.
+HYBRID = ("--skip-server-warmup", "--disable-overlap-schedule", "--kv-cache-dtype", "bf16")
 
 
 def serve(folder, log, *flags, ready="/health_generate", **env):
@@ -64,13 +63,14 @@ def test_tokens_of_a_server(tmp_path, kv, drafter, flags):
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["alone", "drafted"])
 def test_tokens_of_a_hybrid_server(tmp_path, drafted):
-    """States and K and V of one budget, in BF16: SGLang's own pools, for NVFP4 refuses recurrent layers."""
+    """States and K and V of one budget, in BF16: SGLang's own pools."""
     target = build_hybrid(tmp_path / "target")
     draft = build_draft(tmp_path / "draft", target) if drafted else None
     flags = HYBRID
     if drafted:
         flags += ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft))
-    with serve(target, tmp_path / "log", *flags, ready="/server_info", **HYBRID_ENV) as server:
+    budget = {"FP4KV_KV_BUDGET_BYTES": str(HYBRID_BUDGET)}
+    with serve(target, tmp_path / "log", *flags, ready="/server_info", **budget) as server:
         report = fp4kv_report(server_info(server.url))
     plan, rows = planned(target, draft, *flags, pools=HYBRID_BUDGET)
     row = rows["bf16", "bf16" if drafted else None]
@@ -78,4 +78,4 @@ def test_tokens_of_a_hybrid_server(tmp_path, drafted):
     assert report["budget"]["bytes_per_token"] == row.bytes_per_token
     assert HYBRID_BUDGET - report["budget"]["available_bytes"] == row.state_bytes
     assert report["max_total_num_tokens"] == row.tokens
-    assert plan.states["layers"] == 3 and row.state_slots > 0
+    assert plan.states["layers"] == report["states"]["layers"] == 6 and row.state_slots > 0

@@ -91,34 +91,119 @@ def _save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<eos>").save_pretrained(folder)
 
 
-def build_hybrid(folder: Path) -> Path:
-    """A Qwen3-Next config and tokenizer without weights, for --load-format dummy: of four layers the last keeps K
-    and V, the others a recurrent state."""
+# Three gated-delta layers to one that keeps K and V. Of 8 layers two keep it, so that a layer's id and its place
+# in the pool are different numbers.
+TINY_HYBRID = {
+    "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+INTERVAL = 4
+# As ModelOpt writes it for NVFP4 weights and FP8 KV, here with every weight left in BF16.
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "group_size": 16,
+    "ignore": ["*"],
+}
+
+
+def build_hybrid(folder: Path, seed: int = 0, scales: tuple | None = None, **sizes: int) -> Path:
+    """A dense Qwen3.5 text model with random BF16 weights and a byte tokenizer.
+
+    ``sizes``: instead of those of TINY_HYBRID. ``scales``: k_scale and v_scale of every layer that keeps K and V,
+    as a checkpoint that was calibrated for FP8 KV carries them.
+    """
     config = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "num_hidden_layers": LAYERS,
-        "full_attention_interval": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": HEAD_DIM,
-        "linear_value_head_dim": HEAD_DIM,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        **TINY_HYBRID,
         "linear_conv_kernel_dim": 4,
-        "mlp_only_layers": list(range(LAYERS)),
-        "max_position_embeddings": 4096,
+        "full_attention_interval": INTERVAL,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attn_output_gate": True,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": 8192,
         "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
         "eos_token_id": VOCAB - 1,
         "dtype": "bfloat16",
+        **sizes,
     }
+    config["intermediate_size"] = 2 * config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    kinds = ["full_attention" if i % INTERVAL == INTERVAL - 1 else "linear_attention" for i in range(layers)]
+    config["layer_types"] = kinds
+    if scales is not None:
+        config["quantization_config"] = MODELOPT
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in _hybrid_shapes(config).items():
+        tensors[name] = _hybrid_weight(name, shape, generator).to(torch.bfloat16)
+    for i, kind in enumerate(kinds):
+        if scales is not None and kind == "full_attention":
+            for side, value in zip("kv", scales, strict=True):
+                tensors[f"model.layers.{i}.self_attn.{side}_proj.{side}_scale"] = torch.tensor(value)
     folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     _save_tokenizer(folder)
     return folder
+
+
+def _hybrid_shapes(config: dict) -> dict[str, tuple]:
+    """Names and shapes of a Qwen3.5 checkpoint's tensors."""
+    hidden, inner, head_dim = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    values, state = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    value_dim = values * state
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + value_dim
+    attention = {
+        "self_attn.q_proj.weight": (2 * heads * head_dim, hidden),  # with the output's gate
+        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj.weight": (hidden, heads * head_dim),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+    }
+    recurrent = {
+        "linear_attn.in_proj_qkv.weight": (channels, hidden),
+        "linear_attn.in_proj_z.weight": (value_dim, hidden),
+        "linear_attn.in_proj_a.weight": (values, hidden),
+        "linear_attn.in_proj_b.weight": (values, hidden),
+        "linear_attn.out_proj.weight": (hidden, value_dim),
+        "linear_attn.conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        "linear_attn.norm.weight": (state,),
+        "linear_attn.A_log": (values,),
+        "linear_attn.dt_bias": (values,),
+    }
+    shared = {
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    shapes = {name: (config["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    shapes["model.norm.weight"] = (hidden,)
+    for i, kind in enumerate(config["layer_types"]):
+        own = attention if kind == "full_attention" else recurrent
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in {**shared, **own}.items()}
+    return shapes
+
+
+def _hybrid_weight(name: str, shape: tuple, generator: torch.Generator) -> torch.Tensor:
+    if name.endswith("A_log"):  # decays of exp(-softplus(dt)) to the power 0.02 to 2
+        return torch.empty(shape).uniform_(0.02, 2, generator=generator).log()
+    if name.endswith(("dt_bias", "linear_attn.norm.weight")):
+        return torch.ones(shape)
+    if len(shape) == 1:  # added to one
+        return torch.zeros(shape)
+    gain = 1.0 if "embed" in name else shape[-1] ** -0.5
+    return torch.randn(shape, generator=generator) * gain * (3.0 if "lm_head" in name else 1.0)
 
 
 def build_draft(folder: Path, target: Path, seed: int = 1, mask_token: int = MASK_TOKEN) -> Path:
@@ -163,6 +248,8 @@ def build_draft(folder: Path, target: Path, seed: int = 1, mask_token: int = MAS
             tensors[f"layers.{layer}.{name}.weight"] = ones(size)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    of_hybrids = ("full_attention_interval", "attn_output_gate", "partial_rotary_factor", "rope_parameters")
+    config = {k: v for k, v in config.items() if k not in of_hybrids and not k.startswith("linear_")}
     config |= {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -62,17 +62,19 @@ class Case:
 
 def cases(folder):
     """The servers with a fixed budget, and the one without."""
-    target = build_hybrid(folder / "target")
+    target = build_hybrid(
+        folder / "target", head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64
+    )
     draft = build_draft(folder / "draft", target)
     pair = (PAIR / "target", PAIR / "draft")
     fixed = [_case("pair", *pair, *asked) for asked in PAIR_CASES]
-    fixed += [_case("hybrid", target, draft, *asked, "--load-format", "dummy") for asked in HYBRID_CASES]
+    fixed += [_case("hybrid", target, draft, *asked) for asked in HYBRID_CASES]
     return fixed, [replace(fixed[3], name=f"{fixed[3].name}, alone on the GPU", budget=None)]
 
 
-def _case(kind, target, draft, kv, drafted, flags, *more):
+def _case(kind, target, draft, kv, drafted, flags):
     name = " ".join([kind, kv, *(["drafted"] if drafted else []), *flags])
-    flags = [*COMMON, "--kv-cache-dtype", kv, *flags, *more]
+    flags = [*COMMON, "--kv-cache-dtype", kv, *flags]
     if drafted:
         flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     return Case(name, target, draft if drafted else None, kv, flags, FIXED_BUDGET)

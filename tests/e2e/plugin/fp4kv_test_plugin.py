@@ -10,8 +10,6 @@ instead of back from the pool.
 FP4KV_KV_BUDGET_BYTES=n gives SGLang's sizing n bytes for KV, whatever the machine has free; a model with
 recurrent layers first takes its states out of them.
 
-FP4KV_NO_CUDA_DEVICE=1 lets Qwen3-Next be built without a GPU: its layers ask CUDA for the current device.
-
 FP4KV_GEMMA3 gives Gemma 3, which SGLang cannot draft for, the method that names the layers a DFLASH
 drafter looks at, and caps its attention's scores at this number.
 
@@ -76,10 +74,6 @@ def activate():
     budget = os.environ.get("FP4KV_KV_BUDGET_BYTES")
     if budget:
         HookRegistry.register(BUDGET, functools.partial(_budget, int(budget)), HookType.REPLACE)
-    if os.environ.get("FP4KV_NO_CUDA_DEVICE") == "1":
-        import torch
-
-        torch.cuda.current_device = lambda: "cpu"
     faults = os.environ.get("FP4KV_FAULT_FILE")
     if faults:
         import fp4kv_faults

@@ -1,0 +1,192 @@
+"""NVFP4 KV on a gated-delta hybrid (Qwen3.5, random weights), with and without the drafter.
+
+Random weights put near-ties everywhere, so that a wrong state or a wrong row of the pool changes tokens. Prompts
+that the oracle knows are accepted in part, up to every fifth token; all others are drafted by the random draft,
+nearly always wrongly. So states are rolled back by every number of tokens.
+"""
+
+import json
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launcher.client import fp4kv_report, generate, server_info
+from launcher.flags import parse
+from launcher.modelfacts import read_facts
+from launcher.plan_rows import Budget, make_plan
+from sglang_fp4kv import formats
+from tests.e2e.server import embedded_server
+from tests.e2e.test_nvfp4_memory import ask_together, empty_cache, tokens_of, used_tokens
+from tests.e2e.tiny_models import INTERVAL, TINY_HYBRID, build_draft, build_hybrid
+
+pytestmark = pytest.mark.e2e
+
+PLUGIN = Path(__file__).parent / "plugin"
+BUDGET_BYTES = 30_000_000
+CHUNK = 64  # of the gated-delta kernels, of prefill here, and what the prefix cache keeps states at
+FLAGS = (
+    "--kv-cache-dtype", "nvfp4", "--max-total-tokens", "1000000", "--max-running-requests", "4",
+    "--chunked-prefill-size", str(CHUNK), "--skip-server-warmup",
+)  # fmt: skip
+NEW_TOKENS = 12
+
+
+def prompt(seed, length):
+    seeded = random.Random(seed)
+    return [seeded.randrange(16, 500) for _ in range(length)]
+
+
+ALONE = {"one token": prompt(1, 1), "short": prompt(2, 12), "two chunks and a rest": prompt(3, 2 * CHUNK + 7)}
+STRANGE = prompt(4, 9)  # not in the oracle's file
+CACHED = prompt(5, CHUNK + 5)
+
+
+@dataclass(frozen=True)
+class Answers:
+    alone: dict
+    strange: tuple
+    identical: list
+    repeated: list
+    cached: list
+    report: dict
+    used_tokens: int
+    accept_lengths: dict
+
+
+def examine(url):
+    alone, lengths = {}, {}
+    for name, tokens in {**ALONE, "strange": STRANGE}.items():
+        answer = generate(url, tokens, NEW_TOKENS, ignore_eos=True)
+        alone[name], lengths[name] = answer.tokens, answer.accept_length
+    empty_cache(url)
+    identical = ask_together(url, [ALONE["short"]] * 4, [NEW_TOKENS] * 4, ignore_eos=True)
+    empty_cache(url)
+    runs = [generate(url, CACHED, NEW_TOKENS, ignore_eos=True) for _ in range(3)]
+    empty_cache(url)
+    return Answers(
+        strange=alone.pop("strange"),
+        alone=alone,
+        identical=tokens_of(identical),
+        repeated=[run.tokens for run in runs],
+        cached=[run.cached_tokens for run in runs],
+        report=fp4kv_report(server_info(url)),
+        used_tokens=used_tokens(url),
+        accept_lengths=lengths,
+    )
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(scope="module")
+def models(scratch):
+    target = build_hybrid(scratch / "target")
+    return target, build_draft(scratch / "draft", target)
+
+
+def serve(model, log, *flags, ready="/health", **env):
+    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    env = {
+        "PYTHONPATH": path, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "FP4KV_KV_BUDGET_BYTES": str(BUDGET_BYTES), **env,
+    }  # fmt: skip
+    return embedded_server(model, *FLAGS, *flags, log=log, env=env, ready=ready)
+
+
+@pytest.fixture(scope="module")
+def undrafted(scratch, models):
+    with serve(models[0], scratch / "undrafted.log") as server:
+        return examine(server.url)
+
+
+def drafter(draft):
+    return ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft))
+
+
+def misled(tokens):
+    """``tokens`` with every fifth replaced, so that the oracle's blocks are accepted in part."""
+    return [3 if i % 5 == 4 else token for i, token in enumerate(tokens)]
+
+
+@pytest.fixture(scope="module")
+def drafted(scratch, models, undrafted):
+    oracle = scratch / "oracle.json"
+    known = [{"prompt": ALONE[name], "output": misled(tokens)} for name, tokens in undrafted.alone.items()]
+    known.append({"prompt": CACHED, "output": misled(undrafted.repeated[-1])})
+    oracle.write_text(json.dumps(known))
+    flags = drafter(models[1])
+    with serve(models[0], scratch / "drafted.log", *flags, FP4KV_ORACLE=str(oracle)) as server:
+        return examine(server.url)
+
+
+@pytest.fixture(params=["undrafted", "drafted"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_the_drafter_changes_no_token(undrafted, drafted):
+    assert drafted.alone == undrafted.alone
+    assert drafted.strange == undrafted.strange
+
+
+def test_blocks_are_accepted_in_part_and_not_at_all(drafted):
+    assert all(1.5 < drafted.accept_lengths[name] < 8 for name in ALONE), drafted.accept_lengths
+    assert drafted.accept_lengths["strange"] < 1.5
+
+
+def test_requests_that_run_together_answer_as_alone(either):
+    assert either.identical == [either.alone["short"]] * 4
+
+
+def test_a_prompt_goes_on_from_the_state_that_was_kept(undrafted, drafted):
+    """Prefill rounds the states it keeps to the model's dtype, so the first answer may differ from the others."""
+    for side in (undrafted, drafted):
+        assert side.cached == [0, CHUNK, CHUNK]
+        assert side.repeated[1] == side.repeated[2]
+    assert drafted.repeated == undrafted.repeated
+
+
+def test_every_slot_comes_back(either):
+    assert either.used_tokens == 0
+
+
+def planned(models, drafted):
+    target, draft = models
+    flags = parse(["--model-path", str(target), *FLAGS, *(drafter(draft) if drafted else ())])
+    facts = [read_facts(str(target), "MODEL"), read_facts(str(draft), "--draft") if drafted else None]
+    plan = make_plan(*facts, flags, Budget(pools=BUDGET_BYTES), {}, None)
+    wanted = ("nvfp4", "fp8_e4m3" if drafted else None)
+    return plan, next(row for row in plan.rows if (row.kv, row.drafter) == wanted and not row.workspace)
+
+
+@pytest.mark.parametrize("side", ["undrafted", "drafted"])
+def test_pools_and_states_are_as_planned_to_the_token(request, models, side):
+    report = request.getfixturevalue(side).report
+    plan, row = planned(models, side == "drafted")
+    target, states = report["target"], report["states"]
+    layers = TINY_HYBRID["num_hidden_layers"] // INTERVAL
+    per_token = formats.bytes_per_token(TINY_HYBRID["head_dim"], TINY_HYBRID["num_key_value_heads"], layers)
+    assert target["class"] == "sglang_fp4kv.pool.NVFP4TokenToKVPool"
+    assert target["backend"] == "sglang_fp4kv.attention.TritonAttnBackend"
+    assert target["layers"] == layers and target["bytes_per_token"] == row.target_bytes == per_token
+    assert target["allocated_bytes"] == per_token * target["slots"]
+    assert report["max_total_num_tokens"] == row.tokens
+    assert report["budget"]["bytes_per_token"] == row.bytes_per_token
+    assert BUDGET_BYTES - report["budget"]["available_bytes"] == row.state_bytes
+    assert states["slots"] == row.state_slots and states["slot_bytes"] == plan.states["slot_bytes"]
+    assert (states["layers"], states["dtype"], states["snapshot_tokens"]) == (6, "float32", CHUNK)
+
+
+def test_scales_of_a_checkpoint_and_narrow_states_arrive(scratch):
+    """ModelOpt's format with every weight left in BF16: its NVFP4 weights need a GPU, its KV scales do not."""
+    target = build_hybrid(scratch / "calibrated", scales=(0.25, 0.125))
+    flags = ("--mamba-ssm-dtype", "bfloat16")
+    with serve(target, scratch / "calibrated.log", *flags, ready="/server_info") as server:
+        report = fp4kv_report(server_info(server.url))
+    assert report["target"]["global_scales"] == {"source": "checkpoint", "k": [0.25] * 2, "v": [0.125] * 2}
+    assert report["states"]["dtype"] == "bfloat16"

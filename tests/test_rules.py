@@ -108,14 +108,14 @@ CASES = {
         "flags": [*NVFP4, "--speculative-algorithm", "NGRAM", "--page-size", "16"],
         "with": ["FP4-034", "FP4-035"],
     },
-    "FP4-095": plain(*HICACHE),
-    "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
-    "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
-    "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
     "FP4-090": drafted("--speculative-accept-threshold-acc", "0.9"),
     "FP4-091": {
         "flags": [*NVFP4, "--disable-hybrid-swa-memory"], "target": {"architectures": ["MellumForCausalLM"]},
     },
+    "FP4-095": plain(*HICACHE),
+    "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
+    "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
+    "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
 }  # fmt: skip
 
 

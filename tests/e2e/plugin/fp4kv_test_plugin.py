@@ -154,10 +154,10 @@ def misread_as_told(file):
 
     def layer_options(backend, *args):
         pool, lists, windowed, options = options_of(backend, *args)
-        if told() == "no-window":
+        if told(file) == "no-window":
             meta = backend.forward_metadata
             lists, windowed = (meta.kv_indptr, meta.kv_indices), False
-        if told() == "no-cap":
+        if told(file) == "no-cap":
             options["logit_cap"] = 0.0
         return pool, lists, windowed, options
 

@@ -118,8 +118,8 @@ TEXTS = {
     ),
     "FP4-027": Text(
         name="several-gpus-untested",
-        says="NVFP4 KV is asked for across several GPUs, and no result from more than one is on file",
-        why="every run on file has one GPU; KV heads split and copied over ranks give one rank's attention in the interpreter, which shows nothing about NCCL, CUDA graphs and speed",
+        says="NVFP4 KV is asked for across several GPUs, and no result from so many is on file",
+        why="every run on file has one GPU; KV heads split and copied over ranks answer as one rank does on a CPU, which shows nothing about NCCL, CUDA graphs and speed",
         evidence=_RESULT,
         help="--allow FP4-027, or --kv-cache-dtype fp8_e4m3",
     ),

@@ -480,11 +480,18 @@ def test_sglangs_own_nvfp4_is_untested_where_it_starts(tmp_path, flags, gpu, exp
     ],
 )  # fmt: skip
 def test_heads_are_split_or_copied_evenly(tmp_path, target, draft, tp, named):
-    flags = [*NVFP4, *DFLASH, "--tp-size", str(tp)]
-    left = {r.id: r for r in judge(launch(tmp_path, flags, target=target, draft=draft))}
-    assert set(left) - {"FP4-027"} == ({"FP4-042"} if named else set())
+    flags = [*NVFP4, *DFLASH, "--tp-size", str(tp), "--device", "cpu"]
+    left = judge(launch(tmp_path, flags, target=target, draft=draft))
+    assert [r.id for r in left] == (["FP4-042"] if named else [])
     if named:
-        assert left["FP4-042"].says == f"{named} cannot be divided evenly by tensor parallel {tp}"
+        assert left[0].says == f"{named} cannot be divided evenly by tensor parallel {tp}"
+
+
+def test_ranks_on_a_cpu_are_tested_and_other_splits_are_not(tmp_path):
+    on_cpu = [*NVFP4, "--device", "cpu"]
+    assert judge(launch(tmp_path, [*on_cpu, "--tp-size", "2"])) == []
+    (found,) = judge(launch(tmp_path, [*on_cpu, "--tp-size", "2", "--pp-size", "2"]))
+    assert found.id == "FP4-027" and "--pp-size 2" in found.asked and "tp-size" not in found.asked
 
 
 def test_nothing_asked_is_told_as_the_default(tmp_path):

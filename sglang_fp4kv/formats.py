@@ -87,6 +87,11 @@ def packed_bytes(head_dim: int) -> int:
     return check_head_dim(head_dim) // CODES_PER_BYTE
 
 
+def packed_head_dim(packed: int) -> int:
+    """The head dim whose codes take `packed` bytes: packed_bytes read backwards."""
+    return check_head_dim(packed * CODES_PER_BYTE)
+
+
 def scale_bytes(head_dim: int) -> int:
     """Bytes of E4M3 block scales in one row."""
     return check_head_dim(head_dim) // BLOCK_SIZE

@@ -56,7 +56,7 @@ class NVFP4TokenToKVPoolHost(MHATokenToKVPoolHost):
         if draft_buffer_infos:
             raise NotImplementedError("an NVFP4 host pool takes no draft layers, whose rows are not NVFP4")
         self._scales_info = _scales_info(buffer_info)
-        self._head_dim = buffer_info.head_dim * formats.CODES_PER_BYTE
+        self._head_dim = formats.packed_head_dim(buffer_info.head_dim)
         super().__init__(
             replace(buffer_info, scales=None),
             *args,
@@ -139,7 +139,7 @@ def _scales_info(info):
     """
     if not is_packed(info):
         raise ValueError(f"an NVFP4 host pool needs codes with a scale a block, got {info.dtype} rows")
-    width = formats.scale_bytes(info.head_dim * formats.CODES_PER_BYTE)
+    width = formats.scale_bytes(formats.packed_head_dim(info.head_dim))
     wrong = [
         tuple(scales.shape)
         for codes, scales in zip((*info.buffers.k, *info.buffers.v), (*info.scales.k, *info.scales.v), strict=True)

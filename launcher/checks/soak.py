@@ -20,7 +20,9 @@ _FILL, _PROMPTS = 0.8, 0.8
 # retract. With ignore_eos it would count all of every answer, and DFLASH does not heed min_tokens, so the
 # token that ends an answer is biased away.
 _ADMITTED, _SHORT = 0.7, 0.25
-_ROOM = 0.95  # of the pool: prompts are longer than measured ones by some tokens, and the last must be admitted too
+# Of the pool, one after another until a request was retracted: where the last one just does not fit, it is admitted
+# when others have ended; with shorter answers it is, but slow prefills may then let the first end before it has grown.
+_ROOM = (1.0, 0.95, 0.9)
 _HELD_BESIDE = 20  # tokens of the pool that a running request holds for what is drafted next
 _REQUESTS = 64  # of a stage, where the pool does not need more and the server runs so many
 _MAX_ALONE = 2  # retracted answers that are asked for again alone
@@ -31,10 +33,11 @@ def probes(suite):
     return [*suite.prompts("arithmetic")[:2], *suite.workload("chat")[:1], *suite.workload("code")[:1]]
 
 
-def plan_load(facts, room, usage, text_tokens):
+def plan_load(facts, room, usage, text_tokens, share=1.0):
     """(requests, filler sentences, answer tokens of each) that fill the pool past ``usage``.
 
-    ``text_tokens``: of a sentence, and of a prompt beside its sentences.
+    ``text_tokens``: of a sentence, and of a prompt beside its sentences. ``share``: of the pool, what the last
+    stage's requests are admitted into.
     Raises: NotRun when the server's requests and context cannot fill its pool.
     """
     pool = facts.pool_tokens
@@ -45,7 +48,7 @@ def plan_load(facts, room, usage, text_tokens):
     sentences = max(1, round((prompt - beside) / sentence))
     prompt = beside + sentences * sentence
     if overfill:
-        answer = (_ROOM * pool - requests * (prompt + _HELD_BESIDE)) / (1 + _ADMITTED * (requests - 1))
+        answer = (share * pool - requests * (prompt + _HELD_BESIDE)) / (1 + _ADMITTED * (requests - 1))
     else:
         answer = _FILL * pool / requests - prompt
     if prompt + answer > room:
@@ -64,25 +67,31 @@ def ask_soak(session):
         raise NotRun("the server does not report its pool's usage at /v1/loads")
     room = session.room()
     measured = session.text_tokens()
-    plans = {usage: plan_load(facts, room, usage, measured) for usage in bounds.SOAK_USAGE}
+    plans = {}
+    for usage in bounds.SOAK_USAGE:
+        shares = _ROOM if usage == max(bounds.SOAK_USAGE) else (1.0,)
+        plans[usage] = [plan_load(facts, room, usage, measured, share) for share in shares]
     for prompt in probes(session.suite):
         session.ask(prompt, step="uncached")
         session.ask(prompt, step="before")
     stops = {e.stop_token for e in session.recording.find(SOAK)} - {None}
     if not stops:
         raise NotRun("the server does not say which token ends an answer, so that none can be made long")
-    for usage, (requests, sentences, answer_tokens) in plans.items():
-        more = {"max_tokens": answer_tokens, "logit_bias": {str(token): -100 for token in sorted(stops)}}
-        _fill(session, usage, requests, sentences, more)
+    for usage, tries in plans.items():
+        for number, (requests, sentences, answer_tokens) in enumerate(tries):
+            more = {"max_tokens": answer_tokens, "logit_bias": {str(token): -100 for token in sorted(stops)}}
+            _fill(session, usage, f"load-{usage:g}-{number}", requests, sentences, more)
+            if any(e.retractions for e in session.recording.find(SOAK, step=f"load {usage:g}")):
+                break
         for prompt in probes(session.suite):
             after = session.ask(prompt, step=f"after {usage:g}")
             same.ask_margin(session, session.recording.one(SOAK, prompt.id, step="before"), after)
     _ask_retracted_alone(session)
 
 
-def _fill(session, usage, requests, sentences, more):
+def _fill(session, usage, name, requests, sentences, more):
     """One stage: all requests at once, with the pool's usage sampled until the last has its answer."""
-    plan = [[f"load-{usage:g}-{n}", sentences, 0.5] for n in range(requests)]
+    plan = [[f"{name}-{n}", sentences, 0.5] for n in range(requests)]
     session.recording.note(SOAK, "load", usage=usage, prompts=plan)
     peak, done = 0.0, threading.Event()
 
@@ -104,6 +113,14 @@ def _fill(session, usage, requests, sentences, more):
             done.set()
             watching.result()
             session.recording.note(SOAK, "peak", usage=usage, reached=peak)
+
+
+def _peaks(recording):
+    """The most that was reached by each stage, of all its tries."""
+    found = {}
+    for event in recording.events_of(SOAK, "peak"):
+        found[event["usage"]] = max(event["reached"], found.get(event["usage"], 0.0))
+    return found
 
 
 def _retracted(recording):
@@ -130,7 +147,7 @@ def score_soak(recording):
         if alone is not None:
             name = f"{loaded.item} retracted"
             items.append(same.judge(recording, alone, loaded, name, whole=False))
-    peaks = {f"{e['usage']:g}": e["reached"] for e in recording.events_of(SOAK, "peak")}
+    peaks = {f"{usage:g}": reached for usage, reached in _peaks(recording).items()}
     retractions = sum(e.retractions for e in _retracted(recording))
     shown = ", ".join(f"{reached:.2f}" for reached in peaks.values())
     before = mean_accept(recording.find(SOAK, step="before"))
@@ -140,21 +157,21 @@ def score_soak(recording):
 
 def _stage(recording, usage):
     """The Items of one stage: was the pool filled, did every request get an answer, and the answers after."""
-    peak = next((e for e in recording.events_of(SOAK, "peak") if e["usage"] == usage), None)
+    peak = _peaks(recording).get(usage)
     if peak is None:
         return []
     loads = recording.find(SOAK, step=f"load {usage:g}")
     failed = [e for e in loads if not e.answered]
     items = [Item(e.item, ERROR, f"{e.problem}: {e.message}") for e in failed]
-    name, reached = f"usage {usage:g}", f"reached {peak['reached']:.2f}"
+    name, reached = f"usage {usage:g}", f"reached {peak:.2f}"
     overfill, retracted = usage == max(bounds.SOAK_USAGE), any(e.retractions for e in loads)
-    if peak["reached"] > usage:
+    if peak > usage:
         items.append(Item(name, PASS, reached))
     elif overfill and retracted:
         # What running requests hold for their next step counts as free, and is much of a small pool.
         items.append(Item(name, PASS, f"{reached}, where the next step did not fit and a request was retracted"))
     else:
-        items.append(Item(name, NOT_RUN, f"the pool was filled to {peak['reached']:.2f} only"))
+        items.append(Item(name, NOT_RUN, f"the pool was filled to {peak:.2f} only"))
     if overfill and not retracted:
         items.append(Item("retraction", NOT_RUN, "no request was retracted"))
     prompts = probes(suite_of(recording))

@@ -236,4 +236,10 @@ EXAMPLES = {
         "asked": f"{_TRITON} --enable-hierarchical-cache --speculative-algorithm EAGLE3",
         "beside": "with EAGLE3",
     },
+    "FP4-100": {
+        "asked": f"{_NVFP4} --speculative-algorithm NEXTN for my-model", "drafter": "NEXTN", "path": "my-model",
+    },
+    "FP4-101": {
+        "asked": f"{_NVFP4} --speculative-algorithm NGRAM for my-model", "drafter": "NGRAM", "path": "my-model",
+    },
 }

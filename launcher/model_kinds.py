@@ -26,8 +26,7 @@ RECURRENT_TYPES = (
     "jet_nemotron", "jet_vlm", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2", "nemotron_h",
     "nemotron_h_omni", "nemotron_h_puzzle", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zaya",
 )  # fmt: skip
-# Of these, the ones whose recurrent layers are gated-delta ones beside plain attention, and the keys that size them.
-GATED_DELTA_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# The keys that size gated-delta layers.
 GATED_DELTA = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",

@@ -12,9 +12,10 @@ from launcher.checkpoint import Checkpoint, read_checkpoint
 from launcher.draft_facts import DraftFacts, read_draft_facts
 from launcher.flags import UsageError
 from launcher.model_kinds import (
-    ATTENTION_KINDS, GATED_DELTA, GATED_DELTA_TYPES, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, base_type,
+    ATTENTION_KINDS, GATED_DELTA, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, base_type,
     pool_of_its_own, sinks, traits, unreadable_figures,
 )  # fmt: skip
+from sglang_fp4kv.served import GATED_DELTA_TYPES
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 

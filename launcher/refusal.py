@@ -7,10 +7,11 @@ patch series, the others about launches (launcher/rules.py).
 import textwrap
 from dataclasses import asdict, dataclass
 
-from launcher import texts_launch, texts_model, texts_patch
+from launcher import texts_launch, texts_model, texts_patch, texts_together
 
 COLUMNS = 100
-TEXTS = dict(sorted((texts_patch.TEXTS | texts_launch.TEXTS | texts_model.TEXTS).items()))
+_ALL = texts_patch.TEXTS | texts_launch.TEXTS | texts_model.TEXTS | texts_together.TEXTS
+TEXTS = dict(sorted(_ALL.items()))
 
 
 @dataclass(frozen=True)

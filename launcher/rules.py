@@ -12,6 +12,7 @@ from launcher import rules_drafter as drafter
 from launcher import rules_memory as memory
 from launcher import rules_models as models
 from launcher import rules_storage as storage
+from launcher import rules_together as together
 from launcher.launch import FP4
 from launcher.refusal import refusal
 
@@ -109,6 +110,8 @@ RULES = {
     "FP4-096": Rule(storage.hierarchical_cache_way, FAILS, NVFP4, server_refuses=True),
     "FP4-097": Rule(storage.hierarchical_cache_rows, FAILS, NVFP4, server_refuses=True),
     "FP4-098": Rule(storage.hierarchical_cache_companions, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-100": Rule(together.drafter_of_recurrent_layers, UNTESTED, NVFP4, server_refuses=True),
+    "FP4-101": Rule(together.drafter_of_windows, UNTESTED, NVFP4, server_refuses=True),
 }
 
 

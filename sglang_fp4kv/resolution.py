@@ -24,6 +24,7 @@ from sglang_fp4kv.served import (
     DRAFT_DTYPES,
     DRAFTERS,
     DRAFTERS_WITHOUT_MODEL,
+    GATED_DELTA_TYPES,
     HOST_IO_BACKENDS,
     HOST_LAYOUTS,
 )
@@ -97,13 +98,15 @@ def unproven(server_args):
     model = model_config_of(server_args)
     drafter = _drafter(cfg)
     head_dim, v_head_dim = model.head_dim, model.v_head_dim
+    recurrent = mambaish_config(model)
+    other_drafter = drafter not in (None, "DFLASH")
     asked = {
         "--enable-unified-memory": cfg.enable_unified_memory,
         "--enable-page-major-kv-layout": cfg.enable_page_major_kv_layout,
         f"PD disaggregation (--disaggregation-mode {cfg.disaggregation_mode})": (
             cfg.disaggregation_mode != "null"
         ),
-        **_hierarchical_cache(cfg, drafter, mambaish_config(model)),
+        **_hierarchical_cache(cfg, drafter, recurrent),
         "--enable-lmcache": cfg.enable_lmcache,
         "--enable-flexkv": cfg.enable_flexkv or cfg.radix_cache_backend == "flexkv",
         "--enable-unified-cache-external-linker": cfg.enable_unified_cache_external_linker,
@@ -119,9 +122,9 @@ def unproven(server_args):
         and str(model.dtype) == "torch.float16",
         "a sliding-window KV pool": model.is_hybrid_swa,
         "attention sinks": model.has_attention_sinks,
-        "recurrent layers other than gated-delta ones": (
-            mambaish_config(model) is not None and hybrid_gdn_config(model) is None
-        ),
+        "recurrent layers other than gated-delta ones": recurrent is not None and not _gated_delta(model),
+        f"{drafter} on a model with recurrent layers": other_drafter and recurrent is not None,
+        f"{drafter} on a model with windowed layers": other_drafter and _windowed(model),
         f"head_dim {head_dim}, which is not a multiple of {formats.BLOCK_SIZE}": (
             head_dim % formats.BLOCK_SIZE != 0
         ),
@@ -130,6 +133,21 @@ def unproven(server_args):
         ),
     }
     return [what for what, present in asked.items() if present]
+
+
+def _gated_delta(model):
+    """Whether the recurrent layers are the gated-delta ones that were tried; SGLang counts other kinds among them."""
+    config = hybrid_gdn_config(model)
+    return config is not None and config.model_type.removesuffix("_text") in GATED_DELTA_TYPES
+
+
+def _windowed(model):
+    """Whether layers have a window in the one pool, as the configuration class has them."""
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        return "sliding_attention" in kinds
+    return bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
 
 
 def _hierarchical_cache(cfg, drafter, recurrent):

@@ -11,6 +11,8 @@ DRAFT_DTYPES = (DRAFT_DTYPE_DEFAULT, "bf16", "bfloat16")
 # Drafters that run beside NVFP4 KV, by SGLang's names; NEXTN is EAGLE once SGLang has resolved it.
 DRAFTERS = ("DFLASH", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 DRAFTERS_WITHOUT_MODEL = ("NGRAM",)
+# Model types (without _text) with recurrent layers that are served: gated-delta ones beside plain attention.
+GATED_DELTA_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # What --enable-hierarchical-cache can be asked with (sglang_fp4kv/host_pool.py). SGLang's copy kernels refuse
 # rows of another multiple than this many bytes (transfer_kv_launcher in sgl-kernel/csrc/kvcacheio/transfer.cu);
 # "direct" copies any.

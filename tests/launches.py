@@ -24,6 +24,10 @@ HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+WINDOWED = {
+    "architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 512,
+}  # fmt: skip
 NVFP4 = ["--kv-cache-dtype", "nvfp4", "--attention-backend", "triton"]
 MX = ["--kv-cache-dtype", "fp4_mx_block16", "--attention-backend", "triton"]
 DFLASH = ["--speculative-algorithm", "DFLASH"]

@@ -11,8 +11,9 @@ from launches import scales, write_safetensors
 
 MODEL = {
     "head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False,
-    "has_attention_sinks": False,
+    "has_attention_sinks": False, "hf_text_config": SimpleNamespace(),
 }  # fmt: skip
+WINDOWS = {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
 ARGS = {
     "model_path": "org/name",
     "kv_cache_dtype": "nvfp4",
@@ -50,14 +51,14 @@ def resolve(monkeypatch):
     """Runs both steps; returns (declared fields, names of the stock steps that ran)."""
     from sglang_fp4kv import resolution
 
-    def run(model=None, mla=False, recurrent=False, gated_delta=False, **changes):
+    def run(model=None, mla=False, recurrent=False, gated_delta=None, **changes):
         args = SimpleNamespace(**{**ARGS, **changes})
         declared, stock = {}, []
         monkeypatch.setattr(resolution, "resolving_view", lambda a: a)
         monkeypatch.setattr(resolution, "resolved_view", lambda a: a)
         monkeypatch.setattr(resolution, "use_mla_backend", lambda a: mla)
         monkeypatch.setattr(resolution, "mambaish_config", lambda m: object() if recurrent else None)
-        monkeypatch.setattr(resolution, "hybrid_gdn_config", lambda m: object() if gated_delta else None)
+        monkeypatch.setattr(resolution, "hybrid_gdn_config", lambda m: gated_delta and SimpleNamespace(model_type=gated_delta))
         config = SimpleNamespace(**{**MODEL, **(model or {})})
         monkeypatch.setattr(resolution, "model_config_of", lambda a: config)
         monkeypatch.setattr(
@@ -116,6 +117,8 @@ def test_a_draft_that_reads_the_targets_own_keys_is_refused(resolve, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="does not serve --speculative-algorithm FROZEN_KV_MTP"):
         resolve(speculative_algorithm="NEXTN", speculative_draft_model_path=str(tmp_path))
+
+
 def test_the_hierarchical_cache_is_served_alone_and_with_dflash(resolve):
     assert resolve(**HICACHE) == ({}, [])
     asked = {"speculative_algorithm": "DFLASH", "speculative_draft_kv_cache_dtype": "bf16"}
@@ -165,6 +168,16 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"model": {"is_hybrid_swa": True}}, "a sliding-window KV pool"),
         ({"model": {"has_attention_sinks": True}}, "attention sinks"),
         ({"recurrent": True}, "recurrent layers other than gated-delta ones"),
+        ({"recurrent": True, "gated_delta": "jet_nemotron"}, "recurrent layers other than gated-delta ones"),
+        (
+            {"recurrent": True, "gated_delta": "qwen3_5_text", "speculative_algorithm": "NEXTN"},
+            "EAGLE on a model with recurrent layers",
+        ),
+        (
+            {"recurrent": True, "gated_delta": "qwen3_next", "speculative_algorithm": "NGRAM"},
+            "NGRAM on a model with recurrent layers",
+        ),
+        ({"model": WINDOWS, "speculative_algorithm": "EAGLE3"}, "EAGLE3 on a model with windowed layers"),
         ({"model": {"head_dim": 72, "v_head_dim": 72}}, "head_dim 72, which is not a multiple of 16"),
         ({"model": {"v_head_dim": 128}}, r"K and V of different width \(head_dim 64, v_head_dim 128\)"),
         (
@@ -182,8 +195,32 @@ def test_what_is_not_proven_is_refused_by_name(resolve, changes, named):
         resolve(**changes)
 
 
-def test_gated_delta_layers_are_served(resolve):
-    assert resolve(recurrent=True, gated_delta=True) == resolve()
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_gated_delta_layers_are_served(resolve, kind):
+    assert resolve(recurrent=True, gated_delta=kind) == resolve()
+    asked = {"speculative_algorithm": "DFLASH"}
+    assert resolve(recurrent=True, gated_delta=kind, **asked) == resolve(**asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "windowed"),
+    [
+        (WINDOWS["hf_text_config"], True),
+        (SimpleNamespace(layer_types=["full_attention"], sliding_window=512), False),
+        (SimpleNamespace(sliding_window=512), True),
+        (SimpleNamespace(sliding_window=512, use_sliding_window=False), False),
+        (SimpleNamespace(sliding_window=None), False),
+    ],
+)
+def test_windows_are_drafted_for_by_dflash_alone(resolve, text, windowed):
+    model = {"hf_text_config": text}
+    assert resolve(model) == resolve()
+    assert resolve(model, speculative_algorithm="DFLASH") == resolve(speculative_algorithm="DFLASH")
+    if not windowed:
+        assert resolve(model, speculative_algorithm="NGRAM") == resolve()
+        return
+    with pytest.raises(ValueError, match="does not serve NGRAM on a model with windowed layers"):
+        resolve(model, speculative_algorithm="NGRAM")
 
 
 def test_everything_that_is_refused_is_named_at_once(resolve):

@@ -9,7 +9,7 @@ import pytest
 from launcher.launch import memory
 from launcher.refusal import COLUMNS, TEXTS, render
 from launcher.rules import FAILS, RULES, UNTESTED, judge
-from launches import DFLASH, H200, HYBRID, MX, NO_GPU, NVFP4, launch, machine, scales
+from launches import DFLASH, H200, HYBRID, MX, NO_GPU, NVFP4, WINDOWED, launch, machine, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 UNDRAFTED = {"flags": NVFP4}
@@ -116,6 +116,8 @@ CASES = {
     "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
     "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
     "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
+    "FP4-100": {**plain("--speculative-algorithm", "NEXTN"), "target": HYBRID, "with": ["FP4-035"]},
+    "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED, "with": ["FP4-035"]},
 }  # fmt: skip
 
 
@@ -174,7 +176,7 @@ def test_the_flags_in_a_help_pass_the_rules(tmp_path, fire, id):
         return
     case = dict(CASES[id])
     case["flags"] = _without(case["flags"], drop)
-    if id in ("FP4-034", "FP4-035", "FP4-080", "FP4-098"):  # NGRAM has no draft model; DFLASH needs one
+    if id in ("FP4-034", "FP4-035", "FP4-080", "FP4-098", "FP4-100", "FP4-101"):  # NGRAM has no draft model; DFLASH needs one
         case["flags"] = NVFP4
     for flags in add or [""]:
         left = found(tmp_path, case, shlex.split(flags))

@@ -1,0 +1,22 @@
+"""Texts of the refusals about parts that were each tried, but not with one another."""
+
+from launcher.texts import Text
+
+_SERVER = "sglang_fp4kv/resolution.py, which refuses it in the server too"
+
+TEXTS = {
+    "FP4-100": Text(
+        name="other-drafter-on-recurrent-layers",
+        says="{drafter} is asked for on {path}, whose recurrent states were tried with DFLASH alone",
+        why="another drafter takes the states back by another path, down one branch where it drafts a tree, and a module inside such a checkpoint (Qwen3.5's MTP) asks for a pool whose kind and price were tried beside full attention only. It would take the trial that DFLASH has had: equal answers at every number of accepted tokens, states kept for the prefix cache, bytes as planned",
+        evidence=f"commit_mamba_states_after_verify in srt/speculative/spec_utils.py @ sglang 0.5.23; tests/e2e/test_hybrid_serving.py; {_SERVER}",
+        help="--speculative-algorithm DFLASH",
+    ),
+    "FP4-101": Text(
+        name="other-drafter-on-windows",
+        says="{drafter} is asked for on {path}, whose windowed layers were tried with DFLASH alone",
+        why="the readers count a window from a token's row in the drafted block; in a tree that is not its position, so a branch would see fewer tokens than plain decode does, and chains of this drafter have not been run with windows. It would take the tokens' positions in every kernel that reads a block",
+        evidence=f"sglang_fp4kv/kernels/decode_nvfp4.py; tests/e2e/test_windows.py; {_SERVER}",
+        help="--speculative-algorithm DFLASH",
+    ),
+}

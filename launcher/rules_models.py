@@ -2,7 +2,7 @@
 
 import reprlib
 
-from launcher.model_kinds import INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
+from launcher.model_kinds import GATED_DELTA, INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
 from sglang_fp4kv.formats import BLOCK_SIZE
 from sglang_fp4kv.served import BACKEND
 
@@ -129,6 +129,8 @@ def heads_do_not_divide(launch):
     tp = launch.flags.tp_size
     for facts in (launch.target, launch.draft):
         kinds = {"KV": facts.kv_heads, "query": facts.q_heads} if facts is not None and tp >= 1 else {}
+        if kinds and facts.gated_delta:
+            kinds |= {f"linear {side}": facts.text[GATED_DELTA[f"{side}_heads"]] for side in ("key", "value")}
         for kind, heads in kinds.items():
             copied = kind == "KV" and heads and tp % heads == 0  # fewer than GPUs: each is held more than once
             if heads and heads % tp and not copied:

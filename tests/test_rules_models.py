@@ -155,6 +155,22 @@ def test_other_kernels_and_states_are_untested_with_gated_delta_layers_only(tmp_
     assert judge(launch(tmp_path, [*NVFP4, *flags])) == []
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tp", "named"),
+    [
+        ({}, 2, None), ({}, 4, "2 linear key heads"),
+        ({"linear_num_key_heads": 8, "linear_num_value_heads": 4}, 8, "4 linear value heads"),
+    ],
+)  # fmt: skip
+def test_heads_of_linear_attention_are_split_evenly(tmp_path, sizes, tp, named):
+    """Their states would be expected_values' too, which says nothing where they do not split."""
+    flags = [*NVFP4, "--tp-size", str(tp), "--device", "cpu"]
+    found = {r.id: r for r in judge(launch(tmp_path, flags, target={**HYBRID, "num_attention_heads": 8, **sizes}))}
+    assert ("FP4-042" in found) == (named is not None)
+    if named:
+        assert found["FP4-042"].says == f"{named} cannot be divided evenly by tensor parallel {tp}"
+
+
 def test_narrow_states_in_the_config_count_too(tmp_path):
     (only,) = judge(launch(tmp_path, GOOD, target={**HYBRID, "mamba_ssm_dtype": "bfloat16"}))
     assert only.id == "FP4-072"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from launcher.launch import FP4, gib, memory
 from launcher.rules_drafter import draft_backend
-from sglang_fp4kv.served import BACKEND
+from sglang_fp4kv.served import BACKEND, DRAFTERS_WITHOUT_MODEL
 
 _LEFT_OUT = "(left out)"
 _CHOSEN = "chosen by SGLang"
@@ -49,6 +49,8 @@ def _drafter(launch):
     flags = launch.flags
     name = flags.speculative_algorithm
     yield _value("drafter", name, "EAGLE" if launch.drafter == "NEXTN" else launch.drafter)
+    if launch.drafter in DRAFTERS_WITHOUT_MODEL:
+        return
     asked = flags.speculative_draft_kv_cache_dtype
     why = ""
     if asked is None:

@@ -17,6 +17,7 @@ from launcher.probe import Failed, parse_gpu, probe
 from launcher.refusal import Refused, refusal
 from launcher.rules_drafter import found_draft
 from launcher.verdict import Verdict, render_verdict
+from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
 WORKS, UNTESTED, FAILS = "works", rules.UNTESTED, rules.FAILS
 # What the files under tests/bench/results/ show to work, by (target KV, drafted), on Triton.
@@ -205,6 +206,12 @@ def _check_pairing(flags):
         raise UsageError(
             f"--speculative-draft-model-path {draft}: without --speculative-algorithm nothing drafts"
         )
+    if algorithm is not None and algorithm.upper() in DRAFTERS_WITHOUT_MODEL:
+        for name in ("draft_model_path", "draft_kv_cache_dtype", "draft_attention_backend"):
+            value = getattr(flags, f"speculative_{name}")
+            if value is not None:
+                flag = f"--speculative-{name.replace('_', '-')} {value}"
+                raise UsageError(f"{flag}: {algorithm} drafts without a model, and so without a pool of its own")
     if algorithm is None or algorithm.upper() != "DFLASH":
         return
     if draft is None:

@@ -54,7 +54,7 @@ TEXTS = {
         name="heads-not-divisible",
         says="{heads} {kind} heads cannot be divided evenly by tensor parallel {tp}",
         why="query heads and those of linear attention are split over the GPUs, and KV heads are split or, where there are fewer than GPUs, copied; with a remainder SGLang stops while it builds the model, or drops heads",
-        evidence="get_num_kv_heads in srt/configs/model_config.py, srt/models/qwen3.py and srt/models/qwen3_5.py @ sglang 0.5.23",
+        evidence="get_num_kv_heads in srt/configs/model_config.py and srt/models/qwen3.py and srt/models/qwen3_5.py @ sglang 0.5.23",
         help=_FP8,
     ),
     "FP4-043": Text(

@@ -102,6 +102,18 @@ def test_a_draft_dtype_left_out_is_resolved_and_said_so(tmp_path):
     assert (value.asked, value.effective, value.why) == ("(left out)", "fp8_e4m3", "fp4kv: next to NVFP4")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("model-path", "d"), ("kv-cache-dtype", "bf16"), ("attention-backend", "fa3")],
+)
+def test_a_drafter_without_a_model_takes_no_flags_of_one(tmp_path, flag, value):
+    flags = [*NVFP4, "--speculative-algorithm", "NGRAM"]
+    assert "drafter KV dtype" not in [v.what for v in decide(tmp_path, flags).values]
+    value = str(tmp_path / value) if flag == "model-path" else value
+    with pytest.raises(UsageError, match=f"--speculative-draft-{flag} {value}: NGRAM drafts without a model"):
+        decide(tmp_path, [*flags, f"--speculative-draft-{flag}", value])
+
+
 def test_what_would_be_replaced_is_shown_beside_what_was_asked(tmp_path):
     flags = [*NVFP4, *DFLASH, "--speculative-draft-attention-backend", "flex_attention"]
     shown = {v.what: v for v in decide(tmp_path, flags).values}

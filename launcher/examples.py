@@ -242,4 +242,8 @@ EXAMPLES = {
     "FP4-101": {
         "asked": f"{_NVFP4} --speculative-algorithm NGRAM for my-model", "drafter": "NGRAM", "path": "my-model",
     },
+    "FP4-102": {
+        "asked": f"{_TRITON} --tp-size 2 --enable-hierarchical-cache",
+        "pairs": "several ranks with the hierarchical cache",
+    },
 }

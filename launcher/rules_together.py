@@ -1,7 +1,15 @@
 """Rules about parts that were each tried, but not with one another. Each returns facts for its text, or None."""
 
+from itertools import combinations
+
 from launcher.model_kinds import WINDOWED
 from sglang_fp4kv.served import DRAFTERS
+
+RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
+RECURRENT, WINDOWS = "recurrent layers", "windowed layers"
+DRAFT, DRAFTER = "a DFlash2 or windowed draft", "another drafter than DFLASH"
+# Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
+_TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (WINDOWS, DRAFTER))
 
 
 def _other_drafter(launch):
@@ -15,6 +23,39 @@ def _recurrent(launch):
 
 def _windowed(launch):
     return launch.target is not None and launch.target.trait(WINDOWED) is not None
+
+
+def _changed_draft(launch):
+    """Whether a DFLASH draft is more than the plain ones with full attention."""
+    if launch.drafter != "DFLASH":
+        return False
+    if launch.flags.speculative_draft_window_size is not None:
+        return True
+    draft = launch.draft
+    kinds = (draft.text.get("layer_types") if draft else None) or ()
+    return "sliding_attention" in kinds or draft is not None and bool(draft.dflash.modules)
+
+
+def parts(launch):
+    """What ``launch`` asks for beyond one rank, full attention and a plain DFLASH draft, in this file's names."""
+    asked = {
+        RANKS: launch.flags.tp_size > 1,
+        HOST_CACHE: launch.flags.enable_hierarchical_cache,
+        RECURRENT: _recurrent(launch),
+        WINDOWS: _windowed(launch),
+        DRAFT: _changed_draft(launch),
+        DRAFTER: _other_drafter(launch),
+    }
+    return [name for name, present in asked.items() if present]
+
+
+def parts_tried_apart(launch):
+    pairs = [pair for pair in combinations(parts(launch), 2) if pair not in _TOLD]
+    if not pairs:
+        return None
+    names = ("kv_cache_dtype", "speculative_algorithm", "tp_size", "enable_hierarchical_cache")
+    target = f" for {launch.target.path}" if launch.target is not None else ""
+    return {"asked": launch.asked(*names) + target, "pairs": "; ".join(" with ".join(pair) for pair in pairs)}
 
 
 def _drafts_for(launch):

@@ -118,6 +118,7 @@ CASES = {
     "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
     "FP4-100": {**plain("--speculative-algorithm", "NEXTN"), "target": HYBRID, "with": ["FP4-035"]},
     "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED, "with": ["FP4-035"]},
+    "FP4-102": {**plain("--tp-size", "2"), "target": HYBRID, "with": ["FP4-027"]},
 }  # fmt: skip
 
 

@@ -1,0 +1,56 @@
+"""Parts that were tried one at a time: every pair of them is refused, by its own rule or by the one about pairs."""
+
+from itertools import combinations
+
+import pytest
+
+from launcher import rules_together as together
+from launcher.rules import judge
+from launches import DFLASH, HYBRID, NO_GPU, NVFP4, WINDOWED, launch, machine
+from test_rules import dflash2
+
+CPU = [*NVFP4, "--device", "cpu"]
+PARTS = {
+    together.RANKS: {"flags": ["--tp-size", "2"]},
+    together.HOST_CACHE: {"flags": ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]},
+    together.RECURRENT: {"target": HYBRID},
+    together.WINDOWS: {"target": WINDOWED},
+    together.DRAFT: {"flags": DFLASH, "draft": dflash2()},
+    together.DRAFTER: {"flags": ["--speculative-algorithm", "EAGLE3"]},
+}
+ONE_OF_A_KIND = ({together.RECURRENT, together.WINDOWS}, {together.DRAFT, together.DRAFTER})
+PAIRS = [pair for pair in combinations(PARTS, 2) if set(pair) not in ONE_OF_A_KIND]
+OWN_RULES = {
+    (together.HOST_CACHE, together.RECURRENT): "FP4-098", (together.HOST_CACHE, together.DRAFTER): "FP4-098",
+    (together.RECURRENT, together.DRAFTER): "FP4-100", (together.WINDOWS, together.DRAFTER): "FP4-101",
+}  # fmt: skip
+
+
+def asked(tmp_path, names, *flags):
+    cases = [PARTS[name] for name in names]
+    words = [*CPU, *(word for case in cases for word in case.get("flags", [])), *flags]
+    folders = {key: case[key] for case in cases for key in ("target", "draft") if key in case}
+    return launch(tmp_path, words, on=machine(NO_GPU), **folders)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_alone_and_with_a_plain_draft_is_accepted(tmp_path, name):
+    alone = asked(tmp_path, [name])
+    assert together.parts(alone) == [name] and judge(alone) == []
+    if alone.drafter is None:
+        drafted = asked(tmp_path, [name], *DFLASH)
+        assert together.parts(drafted) == [name] and judge(drafted) == []
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+def test_every_pair_is_refused(tmp_path, pair):
+    (only,) = judge(asked(tmp_path, pair))
+    assert only.id == OWN_RULES.get(pair, "FP4-102")
+    assert (" with ".join(pair) in only.says) == (only.id == "FP4-102")
+
+
+def test_of_three_parts_every_pair_is_named(tmp_path):
+    found = judge(asked(tmp_path, (together.RANKS, together.RECURRENT, together.DRAFTER)))
+    assert [r.id for r in found] == ["FP4-100", "FP4-102"]
+    pairs = "several ranks with recurrent layers; several ranks with another drafter than DFLASH"
+    assert found[1].says.endswith(f"and not {pairs}") and "--tp-size 2" in found[1].asked

@@ -27,10 +27,11 @@ POST_CAPTURE = "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned"
 HOST_POOL_CLASS = "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls"
 VERIFY_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
 VERIFY_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+EVERY_REQUEST = "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin.validate_dllm_request"
 VERIFY_DRAWN = "sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core"
 HOOKED = (
     POOL_CLASS, POOL_SIZES, POOL_CELL, HOST_POOL_CLASS, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED,
-    VERIFY_PROBS, VERIFY_REQUEST, VERIFY_DRAWN,
+    VERIFY_PROBS, VERIFY_REQUEST, VERIFY_DRAWN, EVERY_REQUEST,
 )  # fmt: skip
 
 _active = False
@@ -81,6 +82,7 @@ def activate():
     HookRegistry.register(VERIFY_PROBS, verify_sampling.target_probs, HookType.AROUND)
     HookRegistry.register(VERIFY_DRAWN, verify_sampling.accept_with_min_p, HookType.AROUND)
     HookRegistry.register(VERIFY_REQUEST, verify_sampling.refuse_penalties, HookType.AROUND)
+    HookRegistry.register(EVERY_REQUEST, verify_sampling.refuse_inexact, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()

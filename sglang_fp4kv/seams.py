@@ -85,6 +85,7 @@ SEAMS = {
         "self", "ctx_hidden", "ctx_positions", "ctx_cache_loc", "ctx_cache_loc_2d", "commit_lens",
     ),
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": ("req", "enable_overlap"),
+    "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin.validate_dllm_request": ("self", "req"),
     "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs": (
         "next_token_logits", "sampling_info", "draft_token_num", "bs", "max_top_k",
         "uniform_top_k_value", "use_sparse_topk",

@@ -1,6 +1,6 @@
-"""Sampling with the DFLASH drafter: draws as without it, or a refusal of the request.
+"""Sampling with a drafter: draws as without it, or a refusal of the request.
 
-SGLang 0.5.23 accepts a drafted token with the probability the target gives it and draws the rest from
+With DFLASH SGLang 0.5.23 accepts a drafted token with the probability the target gives it and draws the rest from
 what is left (tree_speculative_sampling_target_only), which keeps the target's distribution. But the
 distribution that it does this with is not the one that the sampler draws from without a drafter
 (srt/speculative/dflash_utils.py against srt/layers/sampler.py):
@@ -11,7 +11,12 @@ distribution that it does this with is not the one that the sampler draws from w
   drafted request's tokens, so frequency, presence and repetition penalties and min_new_tokens do nothing.
 
 The first two are put right here. The last would need counts for every position of a block, kept on the
-device; such a request is answered with an error instead. Both only where the target's KV is packed NVFP4.
+device; such a request is answered with an error instead.
+
+The other drafters are verified by one function of their own (eagle_sample in srt/speculative/eagle_utils.py). It
+leaves min-p out as well, and reads penalties whose counts take one token of each step and know nothing of a block's
+earlier ones; on a CPU it has no kernel that draws. Such requests are answered with an error. Its top-p, too, is
+applied to what top-k leaves; that stays as SGLang does it. All of it only where the target's KV is packed NVFP4.
 """
 
 import copy
@@ -25,6 +30,12 @@ PENALTIES = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
+
+
+_WAY_OUT = (
+    "Leave them out (--sampling-defaults openai keeps the server from taking them from the model's "
+    "generation_config.json), or ask a server without the drafter."
+)
 
 
 def _served():
@@ -44,19 +55,46 @@ def refuse_penalties(original, req, enable_overlap):
     reason = original(req, enable_overlap)
     if reason is not None or not _served():
         return reason
-    asked = [
-        f"{name} {getattr(req.sampling_params, name)}"
-        for name, nothing in PENALTIES.items()
-        if getattr(req.sampling_params, name) != nothing
-    ]
+    asked = _penalties(req.sampling_params)
     if not asked:
         return None
     return (
         f"{', '.join(asked)}: SGLang 0.5.23 applies no penalties and no min_new_tokens while it verifies a "
-        "DFLASH draft, so the answer would be that of a request without them. Leave them out "
-        "(--sampling-defaults openai keeps the server from taking them from the model's "
-        "generation_config.json), or ask a server without the drafter."
+        f"DFLASH draft, so the answer would be that of a request without them. {_WAY_OUT}"
     )
+
+
+def refuse_inexact(original, scheduler, req):
+    """Around validate_dllm_request, which every request passes: the reason why ``req`` cannot be served, or None.
+
+    About the drafters beside DFLASH. SGLang answers a request that has a reason with HTTP 400 and the reason.
+    """
+    reason = original(scheduler, req)
+    drafter = scheduler.spec_algorithm
+    if reason is not None or drafter.is_none() or drafter.is_dflash_family() or not _served():
+        return reason
+    parameters = req.sampling_params
+    draws = parameters.top_k != 1  # so SGLang writes a temperature of 0 down
+    asked = _penalties(parameters)
+    if draws and parameters.min_p > 0:
+        asked.append(f"min_p {parameters.min_p}")
+    if asked:
+        return (
+            f"{', '.join(asked)}: SGLang 0.5.23 leaves min_p out while it verifies a draft of {drafter.name}, and counts "
+            f"one token of each step for penalties and min_new_tokens, so the answer would be another one. {_WAY_OUT}"
+        )
+    if draws and str(scheduler.device).startswith("cpu"):
+        return (
+            f"temperature {parameters.temperature}: SGLang 0.5.23 has no kernel for a CPU that draws while it verifies a "
+            f"draft of {drafter.name}. Ask with temperature 0, or a server without the drafter."
+        )
+    return None
+
+
+def _penalties(parameters):
+    """What a request asks for of PENALTIES, name and value, a text each."""
+    asked = {name: getattr(parameters, name) for name in PENALTIES}
+    return [f"{name} {value}" for name, value in asked.items() if value != PENALTIES[name]]
 
 
 def filtered_probs(

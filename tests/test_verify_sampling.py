@@ -8,6 +8,8 @@ sampler, and through its DFLASH verify with a drafter that is often wrong; on a 
 kernel, elsewhere through the embedded platform's. Both samples are compared cell by cell.
 """
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -320,3 +322,64 @@ def test_penalties_are_refused_by_name_and_value(monkeypatch, name, value):
     assert verify_sampling.refuse_penalties(lambda *_: "its own", asked, True) == "its own"
     monkeypatch.setattr(verify_sampling, "_served", lambda: False)
     assert verify_sampling.refuse_penalties(stock, asked, True) is None
+
+
+def scheduler(drafter, device="cuda"):
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    return SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.from_string(drafter), device=device)
+
+
+def inexact(drafter, device="cuda", reason=None, **asked):
+    """The reason for refusing a request that draws, on the drafter's server."""
+    asked = {"top_k": VOCAB, "min_p": 0.0, "temperature": 1.0, **asked}
+    return verify_sampling.refuse_inexact(lambda *_: reason, scheduler(drafter, device), request(**asked))
+
+
+OTHER_DRAFTERS = ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"]
+
+
+@pytest.mark.parametrize("drafter", OTHER_DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_p", 0.1), ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("min_new_tokens", 2)]
+)
+def test_what_other_drafters_leave_out_is_refused(monkeypatch, drafter, name, value):
+    monkeypatch.setattr(verify_sampling, "_served", lambda: True)
+    reason = inexact(drafter, **{name: value})
+    assert reason.startswith(f"{name} {value}: SGLang 0.5.23 leaves min_p out while it verifies a draft of {drafter}, ")
+    assert inexact(drafter) is None and inexact(drafter, reason="its own", **{name: value}) == "its own"
+    assert inexact(None, **{name: value}) is None and inexact("DFLASH", **{name: value}) is None
+    monkeypatch.setattr(verify_sampling, "_served", lambda: False)
+    assert inexact(drafter, **{name: value}) is None
+
+
+def test_a_greedy_request_asks_nothing_of_min_p(monkeypatch):
+    monkeypatch.setattr(verify_sampling, "_served", lambda: True)
+    assert inexact("EAGLE", top_k=1, min_p=0.1) is None
+    assert "repetition_penalty 1.1" in inexact("EAGLE", top_k=1, repetition_penalty=1.1)
+
+
+@pytest.mark.parametrize("drafter", OTHER_DRAFTERS)
+def test_a_cpu_draws_for_dflash_alone(monkeypatch, drafter):
+    """SGLang's acceptance of trees is a CUDA kernel; called on a CPU it would end the scheduler."""
+    monkeypatch.setattr(verify_sampling, "_served", lambda: True)
+    assert inexact(drafter, "cpu", temperature=0.7).startswith("temperature 0.7: SGLang 0.5.23 has no kernel for a CPU")
+    assert inexact(drafter, "cpu", top_k=1) is None
+    assert inexact("DFLASH", "cpu") is None and inexact(None, "cpu") is None
+
+
+def source(module, function):
+    """The text of a function in a module that cannot be imported without a GPU's libraries."""
+    import sglang
+
+    text = (Path(sglang.__file__).parent / module).read_text()
+    return re.split(r"\n *def ", text.split(f"def {function}(")[1])[0]
+
+
+def test_eagles_verify_leaves_out_what_is_refused():
+    """Where this fails SGLang has changed it, and refuse_inexact has to be read again."""
+    sample = source("srt/speculative/eagle_utils.py", "eagle_sample")
+    assert "min_p" not in sample and "acc_additive_penalties" in sample and "tree_speculative_sampling" in sample
+    assert "cumulate_penalty_output_tokens()" in source("srt/speculative/eagle_utils.py", "eagle_prepare_for_decode")
+    assert "req.output_ids[-1]" in source("srt/managers/schedule_batch.py", "cumulate_penalty_output_tokens")
+    assert "= eagle_sample(" in source("srt/speculative/ngram_worker.py", "forward_batch_generation")

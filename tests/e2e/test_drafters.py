@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.client import fp4kv_report, generate, server_info
+from launcher.client import ServerError, fp4kv_report, generate, server_info
 from launcher.demo import PAIR, load_prompts
 from launcher.equality import CPU_BOUND, compare
 from sglang_fp4kv import formats
@@ -56,6 +56,13 @@ def accepted(answers):
     return sum(a.accept_length for a in answers) / len(answers)
 
 
+def reason(server, prompt, **asked):
+    """Why the server does not answer a request."""
+    with pytest.raises(ServerError) as error:
+        generate(server.url, prompt, 4, **asked)
+    return str(error.value)
+
+
 class Told:
     """What a server was told to do wrong (FP4KV_MISREAD), and the moves it wrote down."""
 
@@ -79,6 +86,7 @@ def tree(scratch, prompts):
             before = told.moved_rows()
             rounds[how] = ask(server, prompts)
             rounds[f"moves {how}"] = told.moved_rows() - before
+        rounds["refused"] = [reason(server, prompts[0], **asked) for asked in ({"min_new_tokens": 2}, {"temperature": 0.7})]
         rounds["report"] = fp4kv_report(server_info(server.url))
     return rounds
 
@@ -100,6 +108,12 @@ def test_accepted_rows_moved_to_the_front_of_their_block(tree):
 def test_ignoring_the_trees_mask_is_caught(undrafted, tree):
     """The negative control."""
     assert differing(undrafted, tree["verify-without-mask"]) != []
+
+
+def test_what_a_tree_is_not_verified_with_is_refused(tree):
+    counted, drawn = tree["refused"]
+    assert "HTTP 400" in counted and "min_new_tokens 2: SGLang 0.5.23 leaves" in counted
+    assert "HTTP 400" in drawn and "temperature 0.7: SGLang 0.5.23 has no kernel for a CPU" in drawn
 
 
 def test_ngram_has_no_pool(tree):

@@ -4,7 +4,7 @@ import reprlib
 from dataclasses import dataclass
 
 from launcher.flags import UsageError
-from launcher.model_kinds import GATED_DELTA, OTHER_HEADS, WINDOWED
+from launcher.model_kinds import GATED_DELTA, OTHER_HEADS
 from sglang_fp4kv.formats import check_head_dim
 from sglang_fp4kv.planner import Attention, GatedDelta, rank_heads, slots_per_request
 
@@ -88,11 +88,11 @@ def target_attention(facts, tp):
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count):
         got = len(kinds) if isinstance(kinds, list) else reprlib.repr(kinds)
         raise UsageError(f"{_config(facts)}: layer_types must list {count} layers, got {got}")
-    window = facts.trait(WINDOWED)
+    window = facts.window_pool
     if window is not None:
         key = f"architectures {window.value}" if window.key == "architectures" else window.key
         raise UsageError(
-            f"{_config(facts)}: {key}: a target with windowed layers gets pools of two lengths in SGLang, "
+            f"{_config(facts)}: {key}: such a target with windowed layers gets pools of two lengths in SGLang, "
             "which are not planned"
         )
     if facts.attention_layers is None:
@@ -139,9 +139,15 @@ def target_states(facts, tp, state_dtype=None):
         )
     layers = facts.num_layers - len(facts.attention_layers)
     try:
-        return GatedDelta(layers, tp=tp, state_dtype=dtype, **sizes)
+        states = GatedDelta(layers, tp=tp, state_dtype=dtype, **sizes)
     except ValueError as error:
         raise UsageError(f"{_config(facts)}: linear_num_value_heads: {error}") from None
+    # SGLang's pool would copy them, its layers have none left (srt/models/qwen3_5.py @ 0.5.23).
+    if sizes["key_heads"] % tp:
+        raise UsageError(
+            f"{_config(facts)}: linear_num_key_heads: {sizes['key_heads']} key heads cannot be split over {tp} GPUs"
+        )
+    return states
 
 
 def request_slots(flags):

@@ -259,6 +259,8 @@ def _notes(facts, drafts, states, flags, budget, context):
     yield from _memory_notes(facts, flags, budget)
     if states is not None and budget.kv is not None:
         yield f"--kv-memory is for K and V alone: states of {states.slot_bytes:,} bytes a slot come on top"
+    if facts.sliding:
+        yield "windowed layers of the target read their window only, but SGLang 0.5.23 keeps every token of every layer"
     if drafts is not None and drafts.windowed:
         kept, read = drafts.request_bytes(context, "fp8_e4m3") if context else (None, None)
         text = (

@@ -162,6 +162,18 @@ def test_drafted_rows(plan, plain, draft):
     )
 
 
+@pytest.mark.parametrize(
+    "window",
+    [{"sliding_window": 512}, {"sliding_window": 512, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}],
+)
+def test_windows_in_one_pool_are_counted_whole(plan, plain, tmp_path, window):
+    """As SGLang serves Gemma 3: each layer keeps every token, windowed or not."""
+    model = folder(tmp_path / "windowed", {**PLAIN, **window})
+    (found, by), (_, whole) = rows(plan, model), rows(plan, plain)
+    assert {key: row["target_bytes"] for key, row in by.items()} == {key: row["target_bytes"] for key, row in whole.items()}
+    assert any("windowed layers of the target" in note for note in found["notes"])
+
+
 def test_a_window_that_is_asked_for(plan, plain, draft):
     flags = ("--", "--speculative-draft-window-size", "1024", "--speculative-num-draft-tokens", "4")
     found, _ = rows(plan, plain, "--draft", draft, *flags)
@@ -320,7 +332,7 @@ BAD_CONFIGS = {
     "index keys of MiniMax": ({"sparse_attention_config": {"sparse_index_dim": 128}}, "sparse_attention_config: index keys lie"),
     "windows by a pattern": ({"hybrid_layer_pattern": [0, 1, 1, 1]}, "hybrid_layer_pattern: windowed layers get pools"),
     "windows by layer ids": ({"local_layer_ids": [1]}, "local_layer_ids: windowed layers get pools"),
-    "windows by architecture": ({"architectures": ["Llama4ForConditionalGeneration"]}, "architectures Llama4ForConditionalGeneration: a target with windowed layers"),
+    "windows by architecture": ({"architectures": ["Llama4ForConditionalGeneration"]}, "architectures Llama4ForConditionalGeneration: such a target with windowed layers"),
     "layers in groups": ({"layer_group_size": 4}, "layer_group_size: some layers are recurrent"),
     "mixers": ({"mixer_types": ["minicpm4", "lightning"]}, "mixer_types: some layers may be recurrent"),
     "kinds by number": ({"attn_type_list": [0, 0, 0, 1]}, "attn_type_list: some layers are recurrent"),
@@ -339,8 +351,11 @@ BAD_CONFIGS = {
     "loops that a class adds": ({"model_type": "nanbeige"}, "num_loops: layers run more than once"),
     "loops that code adds": ({"architectures": ["IQuestLoopCoderForCausalLM"]}, "loop_num: layers run more than once"),
     "states that a class adds": ({"model_type": "qwen3_next"}, "layer_types and full_attention_interval are missing"),
-    "windows": ({"sliding_window": 512}, "sliding_window: a target with windowed layers"),
-    "chunks": ({"attention_chunk_size": 512}, "attention_chunk_size: a target with windowed layers"),
+    "windows by a class": (
+        {"architectures": ["Gemma4ForCausalLM"], "layer_types": ["sliding_attention"] * 4},
+        "architectures Gemma4ForCausalLM: such a target with windowed layers",
+    ),
+    "chunks": ({"attention_chunk_size": 512}, "attention_chunk_size: such a target with windowed layers"),
     "too few kinds": ({"layer_types": ["full_attention"]}, "layer_types must list 4 layers, got 1"),
     "kinds that are no list": ({"layer_types": "full"}, "layer_types must list 4 layers, got 'full'"),
     "no attention": ({"layer_types": ["linear_attention"] * 4}, "layer_types names no layer that keeps K and V"),
@@ -414,6 +429,7 @@ def test_states_that_cannot_be_planned_name_the_key(plan, tmp_path, changes, mes
 
 def test_states_that_do_not_split_over_the_gpus(plan, hybrid):
     assert "linear_num_value_heads: 48 value heads cannot be split over 32 GPUs" in plan(hybrid, "--tp", "32", code=2).err
+    assert "linear_num_key_heads: 16 key heads cannot be split over 12 GPUs" in plan(hybrid, "--tp", "12", code=2).err
 
 
 @pytest.mark.parametrize(

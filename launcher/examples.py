@@ -246,4 +246,9 @@ EXAMPLES = {
         "asked": f"{_TRITON} --tp-size 2 --enable-hierarchical-cache",
         "pairs": "several ranks with the hierarchical cache",
     },
+    "FP4-103": {
+        "asked": f"{_NVFP4} for my-model",
+        "parts": "recurrent layers",
+        "tests": "tests/e2e/test_hybrid_serving.py",
+    },
 }

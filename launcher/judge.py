@@ -16,6 +16,7 @@ from launcher.modelfacts import locate, read_facts
 from launcher.probe import Failed, parse_gpu, probe
 from launcher.refusal import Refused, refusal
 from launcher.rules_drafter import found_draft
+from launcher.rules_together import HOST_CACHE, ON_A_CPU, RANKS, parts
 from launcher.verdict import Verdict, render_verdict
 from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
@@ -28,8 +29,11 @@ RESULTS = {
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
 RESULTS_FOLDER = "tests/bench/results"
-# What shows a DFlash2 draft, and one that reads a window, beside NVFP4 KV: the real server on the CPU.
-DRAFTS_SHOWN = "tests/e2e/test_draft_serving.py"
+# What shows anything more beside NVFP4 KV: the real server on a CPU.
+SHOWN = ON_A_CPU | {
+    RANKS: "tests/e2e/test_nvfp4_parallel.py",
+    HOST_CACHE: "tests/e2e/test_hierarchical_cache.py",
+}
 _LARGEST = 1 << 40
 
 
@@ -130,19 +134,10 @@ def _results(launch):
     plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
     if not launch.on_triton or launch.drafter not in (None, "DFLASH") or not plain:
         return ()
-    if launch.kv_dtype in FP4 and launch.drafter is not None and _changed_draft(launch):
-        return (DRAFTS_SHOWN,) if launch.kv_dtype == "nvfp4" else ()
+    if launch.kv_dtype == "nvfp4" and (asked := parts(launch)):
+        return tuple(SHOWN[part] for part in asked if len(asked) == 1 and part in SHOWN)
     names = RESULTS.get((dtype, launch.drafter is not None), ())
     return tuple(f"{RESULTS_FOLDER}/{name}" for name in names)
-
-
-def _changed_draft(launch):
-    """Whether the draft is more than the plain ones with full attention that the files are about."""
-    if launch.flags.speculative_draft_window_size is not None:
-        return True
-    draft = launch.draft
-    kinds = (draft.text.get("layer_types") if draft else None) or ()
-    return "sliding_attention" in kinds or draft is not None and bool(draft.dflash.modules)
 
 
 def _warnings(launch, allow, found):

@@ -113,6 +113,7 @@ RULES = {
     "FP4-100": Rule(together.drafter_of_recurrent_layers, UNTESTED, NVFP4, server_refuses=True),
     "FP4-101": Rule(together.drafter_of_windows, UNTESTED, NVFP4, server_refuses=True),
     "FP4-102": Rule(together.parts_tried_apart, UNTESTED, NVFP4),
+    "FP4-103": Rule(together.shown_on_a_cpu_alone, UNTESTED, NVFP4),
 }
 
 

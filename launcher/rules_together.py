@@ -2,12 +2,17 @@
 
 from itertools import combinations
 
-from launcher.model_kinds import WINDOWED
 from sglang_fp4kv.served import DRAFTERS
 
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
 RECURRENT, WINDOWS = "recurrent layers", "windowed layers"
 DRAFT, DRAFTER = "a DFlash2 or windowed draft", "another drafter than DFLASH"
+# What shows a part, where that is the real server on a CPU and no result of a GPU.
+ON_A_CPU = {
+    RECURRENT: "tests/e2e/test_hybrid_serving.py",
+    WINDOWS: "tests/e2e/test_windows.py",
+    DRAFT: "tests/e2e/test_draft_serving.py",
+}
 # Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
 _TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (WINDOWS, DRAFTER))
 
@@ -22,7 +27,9 @@ def _recurrent(launch):
 
 
 def _windowed(launch):
-    return launch.target is not None and launch.target.trait(WINDOWED) is not None
+    """Whether windowed layers lie in the one pool; FP4-039 is about pools of their own."""
+    target, one_pool = launch.target, launch.flags.disable_hybrid_swa_memory
+    return target is not None and target.sliding and (target.window_pool is None or one_pool)
 
 
 def _changed_draft(launch):
@@ -56,6 +63,21 @@ def parts_tried_apart(launch):
     names = ("kv_cache_dtype", "speculative_algorithm", "tp_size", "enable_hierarchical_cache")
     target = f" for {launch.target.path}" if launch.target is not None else ""
     return {"asked": launch.asked(*names) + target, "pairs": "; ".join(" with ".join(pair) for pair in pairs)}
+
+
+def shown_on_a_cpu_alone(launch):
+    """FP4-027, FP4-035 and FP4-095 say the same of ranks, other drafters and the hierarchical cache."""
+    found = [part for part in parts(launch) if part in ON_A_CPU] if launch.flags.device != "cpu" else []
+    if not found:
+        return None
+    names = ("kv_cache_dtype", "speculative_algorithm", "speculative_draft_window_size")
+    of = [launch.draft if part == DRAFT else launch.target for part in found]
+    paths = " and ".join(dict.fromkeys(facts.path for facts in of if facts is not None))
+    return {
+        "asked": launch.asked(*names) + (f" for {paths}" if paths else ""),
+        "parts": " and ".join(found),
+        "tests": " and ".join(ON_A_CPU[part] for part in found),
+    }
 
 
 def _drafts_for(launch):

@@ -26,4 +26,11 @@ TEXTS = {
         evidence="tests/e2e/test_nvfp4_parallel.py, tests/e2e/test_hierarchical_cache.py, tests/e2e/test_hybrid_serving.py, tests/e2e/test_windows.py, tests/e2e/test_draft_serving.py and tests/e2e/test_drafters.py",
         help="leave one of them out, or --allow FP4-102",
     ),
+    "FP4-103": Text(
+        name="shown-on-a-cpu-alone",
+        says="NVFP4 KV is asked for with {parts}, and no result of a GPU is on file",
+        why="the real server has answered with them on a CPU, equal with and without the drafter; CUDA graphs, the kernels that a GPU takes in their place, and speed are not shown by that",
+        evidence="{tests}",
+        help="--allow FP4-103, or --kv-cache-dtype fp8_e4m3",
+    ),
 }

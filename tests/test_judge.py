@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from launcher import cli, judge
+from launcher import rules_together as together
 from launcher.flags import UsageError
 from launcher.probe import Failed, Machine
 from launcher.refusal import COLUMNS, TEXTS, refusal
 from launches import (
-    DFLASH, DRAFT, H200, MX, NO_GPU, NVFP4, TARGET, argv, folder, launch, machine, patch_state, scales,
+    DFLASH, DRAFT, H200, HYBRID, MX, NO_GPU, NVFP4, TARGET, WINDOWED, argv, folder, launch, machine, patch_state, scales,
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -149,14 +150,33 @@ def test_windows_and_slow_writes_of_a_draft_are_shown(tmp_path):
     assert shown["drafter writes"].why == "a CPU has no fused kernel"
 
 
-def test_drafts_beyond_the_plain_ones_name_what_shows_them(tmp_path):
-    assert (ROOT / judge.DRAFTS_SHOWN).is_file()
-    window = ["--speculative-draft-window-size", "512"]
-    sizes = {"conv_kernel_size": 2, "conv_group_size": 16}
-    for flags, draft in (([], windowed()), (window, None), ([], {"dflash_config": sizes})):
-        found = decide(tmp_path, [*NVFP4, *DFLASH, *flags], draft=draft)
-        assert (found.status, found.results) == ("works", (judge.DRAFTS_SHOWN,))
-    assert judge.DRAFTS_SHOWN not in decide(tmp_path, [*NVFP4, *DFLASH]).results
+BEYOND = [
+    (together.DRAFT, [*DFLASH], {"draft": windowed()}),
+    (together.DRAFT, [*DFLASH, "--speculative-draft-window-size", "512"], {}),
+    (together.DRAFT, [*DFLASH], {"draft": {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}}),
+    (together.RECURRENT, [], {"target": HYBRID}),
+    (together.WINDOWS, [*DFLASH], {"target": WINDOWED}),
+]
+
+
+@pytest.mark.parametrize(("part", "flags", "folders"), BEYOND)
+def test_what_a_cpu_alone_has_shown_names_its_test_there(tmp_path, part, flags, folders):
+    """On a GPU it is untested, allowed or not."""
+    assert (ROOT / together.ON_A_CPU[part]).is_file()
+    shown = decide(tmp_path, [*NVFP4, *flags, "--device", "cpu"], **folders)
+    assert (shown.status, shown.results) == ("works", (together.ON_A_CPU[part],))
+    for allow in ((), ("FP4-103",)):
+        found = decide(tmp_path, [*NVFP4, *flags], allow=allow, **folders)
+        assert (found.status, found.results, found.accepted) == ("untested", (), bool(allow))
+        assert [r.id for r in found.refusals or found.allowed] == ["FP4-103"]
+
+
+def test_ranks_and_the_host_cache_name_their_tests(tmp_path):
+    cpu = [*NVFP4, "--device", "cpu"]
+    hicache = ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]
+    for part, flags in ((together.RANKS, ["--tp-size", "2"]), (together.HOST_CACHE, hicache)):
+        assert decide(tmp_path, [*cpu, *flags]).results == (judge.SHOWN[part],) and (ROOT / judge.SHOWN[part]).is_file()
+    assert all(name.startswith(judge.RESULTS_FOLDER) for name in decide(tmp_path, [*cpu, *DFLASH]).results)
 
 
 def test_what_dflash_sets_to_one_is_shown(tmp_path):

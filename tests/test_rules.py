@@ -95,13 +95,13 @@ CASES = {
     "FP4-063": model(multi_query=True),
     "FP4-064": plain("--grpc-port", "30001"),
     "FP4-065": plain("--checkpoint-engine-wait-weights-before-ready"),
-    "FP4-070": {**plain("--linear-attn-backend", "flashinfer"), "target": HYBRID},
-    "FP4-071": {**plain("--enable-linear-replayssm"), "target": HYBRID},
-    "FP4-072": drafted("--mamba-ssm-dtype", "bfloat16", target=HYBRID),
+    "FP4-070": {**plain("--linear-attn-backend", "flashinfer"), "target": HYBRID, "with": ["FP4-103"]},
+    "FP4-071": {**plain("--enable-linear-replayssm"), "target": HYBRID, "with": ["FP4-103"]},
+    "FP4-072": drafted("--mamba-ssm-dtype", "bfloat16", target=HYBRID, **{"with": ["FP4-103"]}),
     "FP4-075": drafted(draft={"conv_kernel_size": 2, "conv_group_size": 16}),
-    "FP4-076": drafted(draft=dflash2(selector_top_k=0)),
-    "FP4-077": drafted(draft=dflash2() | {"architectures": ["DFlashDraftModel"]}),
-    "FP4-078": drafted("--speculative-draft-window-size", "4"),
+    "FP4-076": drafted(draft=dflash2(selector_top_k=0), **{"with": ["FP4-103"]}),
+    "FP4-077": drafted(draft=dflash2() | {"architectures": ["DFlashDraftModel"]}, **{"with": ["FP4-103"]}),
+    "FP4-078": drafted("--speculative-draft-window-size", "4", **{"with": ["FP4-103"]}),
     "FP4-079": drafted(draft={"projector_type": "domino"}),
     "FP4-080": {"flags": [*NVFP4, "--speculative-algorithm", "DSPARK"]},
     "FP4-081": {
@@ -111,14 +111,16 @@ CASES = {
     "FP4-090": drafted("--speculative-accept-threshold-acc", "0.9"),
     "FP4-091": {
         "flags": [*NVFP4, "--disable-hybrid-swa-memory"], "target": {"architectures": ["MellumForCausalLM"]},
+        "with": ["FP4-103"],
     },
     "FP4-095": plain(*HICACHE),
     "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
     "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
     "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-035", "FP4-095"]},
-    "FP4-100": {**plain("--speculative-algorithm", "NEXTN"), "target": HYBRID, "with": ["FP4-035"]},
-    "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED, "with": ["FP4-035"]},
-    "FP4-102": {**plain("--tp-size", "2"), "target": HYBRID, "with": ["FP4-027"]},
+    "FP4-100": {**plain("--speculative-algorithm", "NEXTN"), "target": HYBRID, "with": ["FP4-035", "FP4-103"]},
+    "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED, "with": ["FP4-035", "FP4-103"]},
+    "FP4-102": {**plain("--tp-size", "2"), "target": HYBRID, "with": ["FP4-027", "FP4-103"]},
+    "FP4-103": model(**HYBRID),
 }  # fmt: skip
 
 
@@ -508,7 +510,7 @@ def test_only_what_has_no_result_is_untested():
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-034", "FP4-035", "FP4-058",
         "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
-        "FP4-102",
+        "FP4-102", "FP4-103",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

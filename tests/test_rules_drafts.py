@@ -24,7 +24,7 @@ PLAIN_WEIGHT = {"fc.weight": ("BF16", [1], b"12")}
 
 
 def judged(tmp_path, draft, *flags, **folders):
-    return judge(launch(tmp_path, [*NVFP4, *DFLASH, *flags], draft=draft, **folders))
+    return judge(launch(tmp_path, [*NVFP4, *DFLASH, "--device", "cpu", *flags], draft=draft, **folders))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from launcher.expected import expected_values
 from launches import DFLASH, DRAFT, HYBRID, NVFP4, TARGET, launch, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+CPU = [*NVFP4, "--device", "cpu"]
 
 # Configs as these models' own are, as far as they tell kinds of layer; the whole verdict on each.
 SPECIAL = {
@@ -113,8 +114,8 @@ def test_gated_delta_hybrids_are_accepted(tmp_path, kind, listed):
     config = {**HYBRID, "model_type": kind}
     if not listed:
         del config["layer_types"]
-    for flags in (NVFP4, GOOD, [*GOOD, "--mamba-ssm-dtype", "float32"], [*NVFP4, "--mamba-ssm-dtype", "bfloat16"]):
-        assert judge(launch(tmp_path, flags, target=config)) == []
+    for flags in ([], DFLASH, [*DFLASH, "--mamba-ssm-dtype", "float32"], ["--mamba-ssm-dtype", "bfloat16"]):
+        assert judge(launch(tmp_path, [*CPU, *flags], target=config)) == []
 
 
 @pytest.mark.parametrize("name", OTHER_HYBRIDS)
@@ -135,8 +136,8 @@ def test_a_hybrids_layers_are_counted_apart(tmp_path):
 
 
 def test_kv_scales_are_wanted_of_a_hybrids_attention_layers_alone(tmp_path):
-    assert judge(launch(tmp_path, NVFP4, target=HYBRID, tensors=scales([0.5, 0.5], [3, 7]))) == []
-    (only,) = judge(launch(tmp_path, NVFP4, target=HYBRID, tensors=scales([0.5, 0.5], [0, 3])))
+    assert judge(launch(tmp_path, CPU, target=HYBRID, tensors=scales([0.5, 0.5], [3, 7]))) == []
+    (only,) = judge(launch(tmp_path, CPU, target=HYBRID, tensors=scales([0.5, 0.5], [0, 3])))
     assert only.id == "FP4-044" and "layers 7 (of 2)" in only.says
 
 
@@ -151,7 +152,7 @@ def test_kv_scales_are_wanted_of_a_hybrids_attention_layers_alone(tmp_path):
     ],
 )
 def test_other_kernels_and_states_are_untested_with_gated_delta_layers_only(tmp_path, flags, expected):
-    assert [r.id for r in judge(launch(tmp_path, [*NVFP4, *flags], target=HYBRID))] == expected
+    assert [r.id for r in judge(launch(tmp_path, [*CPU, *flags], target=HYBRID))] == expected
     assert judge(launch(tmp_path, [*NVFP4, *flags])) == []
 
 
@@ -172,7 +173,7 @@ def test_heads_of_linear_attention_are_split_evenly(tmp_path, sizes, tp, named):
 
 
 def test_narrow_states_in_the_config_count_too(tmp_path):
-    (only,) = judge(launch(tmp_path, GOOD, target={**HYBRID, "mamba_ssm_dtype": "bfloat16"}))
+    (only,) = judge(launch(tmp_path, [*CPU, *DFLASH], target={**HYBRID, "mamba_ssm_dtype": "bfloat16"}))
     assert only.id == "FP4-072"
-    flags = [*GOOD, "--mamba-ssm-dtype", "float32"]
+    flags = [*CPU, *DFLASH, "--mamba-ssm-dtype", "float32"]
     assert judge(launch(tmp_path, flags, target={**HYBRID, "mamba_ssm_dtype": "bfloat16"})) == []

@@ -116,5 +116,6 @@ def _pools(launch):
     if held.tokens is not None:
         fits = min(n for n in (held.tokens, limit) if n is not None)
         full = f"{fits / launch.context:.2f} full requests" if launch.context else ""
-        bound = "at most " if held.fraction is None and fits == held.tokens else ""
+        states = launch.target.recurrent  # theirs comes out of the budget first, as `fp4kv plan` counts it
+        bound = "at most " if (held.fraction is None or states) and fits == held.tokens else ""
         yield _value("tokens", launch.flags.max_total_tokens, f"{bound}{fits:,}", full)

@@ -1,4 +1,7 @@
-"""Rules about parts that were each tried, but not with one another. Each returns facts for its text, or None."""
+"""Rules about parts that were each tried, but not with one another. Each returns facts for its text, or None.
+
+They are about this kit's readers, so about Triton; FP4-010 and its neighbours judge the other backends.
+"""
 
 from itertools import combinations
 
@@ -19,7 +22,7 @@ _TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (
 
 def _other_drafter(launch):
     """Whether a served drafter other than DFLASH drafts; FP4-080 is about those that are not served."""
-    return launch.drafter in DRAFTERS and launch.drafter != "DFLASH"
+    return launch.on_triton and launch.drafter in DRAFTERS and launch.drafter != "DFLASH"
 
 
 def _recurrent(launch):
@@ -53,7 +56,7 @@ def parts(launch):
         DRAFT: _changed_draft(launch),
         DRAFTER: _other_drafter(launch),
     }
-    return [name for name, present in asked.items() if present]
+    return [name for name, present in asked.items() if present and launch.on_triton]
 
 
 def parts_tried_apart(launch):

@@ -171,6 +171,15 @@ def test_what_a_cpu_alone_has_shown_names_its_test_there(tmp_path, part, flags, 
         assert [r.id for r in found.refusals or found.allowed] == ["FP4-103"]
 
 
+def test_tokens_beside_recurrent_states_are_a_bound(tmp_path):
+    """The states come out of the same memory."""
+    flags = [*NVFP4, "--mem-fraction-static", "0.5"]
+    for target, bound in (({}, False), (HYBRID, True)):
+        tensors = {"w": ("BF16", [1], b"12")}
+        shown = {v.what: v.effective for v in decide(tmp_path, flags, target=target, tensors=tensors).values}
+        assert shown["tokens"].startswith("at most ") == bound
+
+
 def test_ranks_and_the_host_cache_name_their_tests(tmp_path):
     cpu = [*NVFP4, "--device", "cpu"]
     hicache = ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]

@@ -251,4 +251,7 @@ EXAMPLES = {
         "parts": "recurrent layers",
         "tests": "tests/e2e/test_hybrid_serving.py",
     },
+    "FP4-104": {
+        "asked": f"{_TRITON} --speculative-algorithm EAGLE3 --speculative-adaptive", "flags": "--speculative-adaptive",
+    },
 }

@@ -114,6 +114,7 @@ RULES = {
     "FP4-101": Rule(together.drafter_of_windows, UNTESTED, NVFP4, server_refuses=True),
     "FP4-102": Rule(together.parts_tried_apart, UNTESTED, NVFP4),
     "FP4-103": Rule(together.shown_on_a_cpu_alone, UNTESTED, NVFP4),
+    "FP4-104": Rule(drafter.drafting_changed, UNTESTED, NVFP4),
 }
 
 

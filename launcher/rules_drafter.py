@@ -155,6 +155,17 @@ def acceptance_is_relaxed(launch):
     return {"asked": launch.asked("speculative_algorithm", *lower)}
 
 
+def drafting_changed(launch):
+    names = (
+        "speculative_adaptive", "speculative_token_map", "speculative_use_rejection_sampling",
+        "speculative_use_block_verification",
+    )  # fmt: skip
+    asked = launch.asked(*names)
+    if not asked or launch.drafter is None or not launch.on_triton:
+        return None
+    return {"asked": f"{launch.asked('kv_cache_dtype', 'speculative_algorithm')} {asked}", "flags": asked}
+
+
 def half_precision_target(launch):
     target = launch.target
     if launch.drafter in (None, *DRAFTERS_WITHOUT_MODEL) or target is None:

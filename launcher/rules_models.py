@@ -6,6 +6,7 @@ from launcher.model_kinds import GATED_DELTA, INDEXED, LOOPED, OTHER_HEADS, RECU
 from sglang_fp4kv.formats import BLOCK_SIZE
 from sglang_fp4kv.served import BACKEND
 
+_STRATEGIES = ("auto", "extra_buffer")  # of keeping states for the prefix cache, as they were tried
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 64  # the name of an architecture stays whole
 
@@ -87,7 +88,11 @@ def recurrent_kernels_differ(launch):
 
 
 def states_are_kept_otherwise(launch):
-    names = ("enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_int8_mamba_checkpoint")
+    names = [
+        "enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_int8_mamba_checkpoint",
+        "enable_mamba_cache_stochastic_rounding",
+    ]  # fmt: skip
+    names += ["mamba_radix_cache_strategy"] if launch.flags.mamba_radix_cache_strategy not in _STRATEGIES else []
     return _of_states(launch, launch.asked(*names))
 
 

@@ -271,4 +271,11 @@ TEXTS = {
         evidence=f"_handle_ngram in {_SPEC_HOOK}",
         help="--speculative-ngram-max-bfs-breadth 1, or --page-size 1",
     ),
+    "FP4-104": Text(
+        name="drafting-changed",
+        says="{flags} is asked for with NVFP4 KV, and no result with it is on file",
+        why="it changes how many tokens are drafted while serving, which of the vocabulary, or how sampled drafts are accepted; every run on file drafts a fixed number from the whole vocabulary, and accepts by the target's probability alone",
+        evidence=f"_handle_eagle_family in {_SPEC_HOOK}; tests/test_verify_sampling.py",
+        help="leave out --speculative-adaptive, --speculative-token-map, --speculative-use-rejection-sampling and --speculative-use-block-verification, or --allow FP4-104",
+    ),
 }

@@ -236,10 +236,10 @@ TEXTS = {
     ),
     "FP4-071": Text(
         name="recurrent-states-kept-otherwise",
-        says="recurrent states would be kept as a replay buffer or in int8",
+        says="recurrent states would be kept as a replay buffer, in int8, rounded at random, or by another strategy",
         why="these are other states than the ones that were tried beside packed KV, and no result with them is on file",
         evidence="srt/mem_cache/memory_pool.py (MambaPool) @ sglang 0.5.23",
-        help="leave out --enable-linear-replayssm, --enable-linear-replayssm-spec and --enable-int8-mamba-checkpoint",
+        help="leave out --enable-linear-replayssm, --enable-linear-replayssm-spec, --enable-int8-mamba-checkpoint, --enable-mamba-cache-stochastic-rounding and --mamba-radix-cache-strategy",
     ),
     "FP4-072": Text(
         name="narrow-states-with-a-drafter",

@@ -121,6 +121,7 @@ CASES = {
     "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED, "with": ["FP4-035", "FP4-103"]},
     "FP4-102": {**plain("--tp-size", "2"), "target": HYBRID, "with": ["FP4-027", "FP4-103"]},
     "FP4-103": model(**HYBRID),
+    "FP4-104": drafted("--speculative-use-block-verification"),
 }  # fmt: skip
 
 
@@ -510,7 +511,7 @@ def test_only_what_has_no_result_is_untested():
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-034", "FP4-035", "FP4-058",
         "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
-        "FP4-102", "FP4-103",
+        "FP4-102", "FP4-103", "FP4-104",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

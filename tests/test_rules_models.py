@@ -149,6 +149,9 @@ def test_kv_scales_are_wanted_of_a_hybrids_attention_layers_alone(tmp_path):
         (["--linear-attn-prefill-backend", "flashinfer"], []),
         (["--enable-int8-mamba-checkpoint"], ["FP4-071"]),
         (["--enable-linear-replayssm-spec"], ["FP4-071"]),
+        (["--enable-mamba-cache-stochastic-rounding"], ["FP4-071"]),
+        (["--mamba-radix-cache-strategy", "no_buffer"], ["FP4-071"]),
+        (["--mamba-radix-cache-strategy", "extra_buffer"], []),
     ],
 )
 def test_other_kernels_and_states_are_untested_with_gated_delta_layers_only(tmp_path, flags, expected):

@@ -86,7 +86,7 @@ def tree(scratch, prompts):
             before = told.moved_rows()
             rounds[how] = ask(server, prompts)
             rounds[f"moves {how}"] = told.moved_rows() - before
-        rounds["refused"] = [reason(server, prompts[0], **asked) for asked in ({"min_new_tokens": 2}, {"temperature": 0.7})]
+        rounds["refused"] = [reason(server, prompts[0], **asked) for asked in ({"repetition_penalty": 1.1}, {"temperature": 0.7})]
         rounds["report"] = fp4kv_report(server_info(server.url))
     return rounds
 
@@ -112,7 +112,7 @@ def test_ignoring_the_trees_mask_is_caught(undrafted, tree):
 
 def test_what_a_tree_is_not_verified_with_is_refused(tree):
     counted, drawn = tree["refused"]
-    assert "HTTP 400" in counted and "min_new_tokens 2: SGLang 0.5.23 leaves" in counted
+    assert "HTTP 400" in counted and "repetition_penalty 1.1: SGLang 0.5.23 leaves" in counted
     assert "HTTP 400" in drawn and "temperature 0.7: SGLang 0.5.23 has no kernel for a CPU" in drawn
 
 

@@ -89,7 +89,9 @@ class Record:
         self.out, self.file, self.name, self.script = out, out / "training.json", name, script
         self.facts = json.loads(self.file.read_text()) if self.file.exists() else {"runs": [], "stages": {}}
         chip = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
-        self.facts["runs"].append({"command": " ".join(["python", *sys.argv]), "seed": seed,
+        # Folders of this machine are left out.
+        words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+        self.facts["runs"].append({"command": " ".join(["python", *words]), "seed": seed,
                                    "hardware": f"{chip}, torch {torch.__version__}"})
         self.lines: list[str] = []
 

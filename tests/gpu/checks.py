@@ -20,11 +20,11 @@ from pathlib import Path
 
 from launcher.checks import runner, table
 from launcher.checks.options import Options
-from launcher.demo import Progress, commit, gpu_name
+from launcher.demo import Progress
 from launcher.flags import UsageError
-from launcher.probe import installed_versions
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
+from tests.gpu.origin import origin
 
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
 START_SECONDS = 400
@@ -122,11 +122,7 @@ def arguments(argv=None):
 
 def write(args, found, seconds):
     content = {
-        "command": ["python", "-m", "tests.gpu.checks", *sys.argv[1:]],
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": installed_versions(),
-        "gpu": gpu_name(),
+        **origin("tests.gpu.checks"),
         "seconds": round(seconds, 1),
         "runs": found,
     }

@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launcher.client import fp4kv_report, generate, server_info
-from launcher.demo import PAIR, Progress, commit, gpu_name, load_prompts
+from launcher.demo import PAIR, Progress, load_prompts
 from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS, compare
 from launcher.expected import DRAFT_POOL, PACKED_POOL
-from launcher.probe import installed_versions
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.test_nvfp4_serving import PLUGIN, unsure_prompts
 from tests.e2e.tiny_heads import build_eagle3, build_mtp
+from tests.gpu.origin import origin
 
 START_SECONDS = 500
 COMMON = [
@@ -198,10 +198,7 @@ def main():
     for name, mean in accepts.items():
         print(f"accept length {name}: {mean:.2f}")
     content = {
-        "command": ["python", "-m", "tests.gpu.drafters", *sys.argv[1:]],
-        "commit": commit(),
-        "versions": installed_versions(),
-        "gpu": gpu_name(),
+        **origin("tests.gpu.drafters"),
         "seconds": round(time.monotonic() - begun, 1),
         "near_tie_bound": bound,
         "failed": wrong,

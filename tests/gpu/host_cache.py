@@ -25,11 +25,11 @@ from pathlib import Path
 import requests
 
 from launcher.client import ServerError, fp4kv_report, server_info
-from launcher.demo import PAIR, Progress, commit, gpu_name, load_prompts
-from launcher.probe import installed_versions
+from launcher.demo import PAIR, Progress, load_prompts
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.gpu.long_run import idle_tokens
+from tests.gpu.origin import origin
 
 PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
@@ -191,10 +191,7 @@ def main(argv=None):
         print(error, file=sys.stderr)
         return 1
     content = {
-        "command": ["python", "-m", "tests.gpu.host_cache", *(sys.argv[1:] if argv is None else argv)],
-        "commit": commit(),
-        "versions": installed_versions(),
-        "gpu": None if args.embedded else gpu_name(),
+        **origin("tests.gpu.host_cache", argv, embedded=args.embedded),
         "servers": {way: {"verdicts": verdicts, **asdict(seen)} for way, (seen, verdicts) in found.items()},
     }
     args.out.write_text(json.dumps(content, indent=1) + "\n")

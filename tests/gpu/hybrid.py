@@ -23,12 +23,12 @@ from pathlib import Path
 import requests
 
 from launcher.client import fp4kv_report, generate, server_info
-from launcher.demo import Progress, commit, gpu_name
+from launcher.demo import Progress
 from launcher.equality import NEAR_TIE_BOUNDS, compare
-from launcher.probe import installed_versions
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.tiny_models import build_draft, build_hybrid
+from tests.gpu.origin import origin
 from tests.gpu.plan_servers import Case
 from tests.gpu.plan_servers import compare as compare_plan
 
@@ -230,10 +230,7 @@ def main():
     for name, entry in found.items():
         print(name, json.dumps(entry["comparisons"]), *entry["wrong"], sep="\n  ")
     content = {
-        "command": ["python", "-m", "tests.gpu.hybrid", *sys.argv[1:]],
-        "commit": commit(),
-        "versions": installed_versions(),
-        "gpu": gpu_name(),
+        **origin("tests.gpu.hybrid"),
         "seconds": round(time.monotonic() - begun, 1),
         "sizes": SIZES,
         "near_tie_bounds": NEAR_TIE_BOUNDS,

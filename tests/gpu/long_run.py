@@ -27,13 +27,13 @@ from launcher.checks.bounds import cut_bound
 from launcher.checks.server import Server, ServerGone
 from launcher.checks.suite import SUITES, Suite
 from launcher.client import ServerError, fp4kv_report, generate, score, server_info
-from launcher.demo import Progress, commit, gpu_name
+from launcher.demo import Progress
 from launcher.equality import compare
-from launcher.probe import installed_versions
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.gpu.long_traffic import KINDS, RequestFailed, Traffic
 from tests.gpu.memory_samples import Memory, growth
+from tests.gpu.origin import origin
 
 START_SECONDS = 400
 _IDLE_SECONDS = 120
@@ -240,10 +240,7 @@ def content(args, found, memory, verdicts, report, seconds):
         kind: [a.right for job, a in found.answers if job.kind == kind and a.right is not None] for kind in KINDS
     }
     return {
-        "command": ["python", "-m", "tests.gpu.long_run", *sys.argv[1:]],
-        "commit": commit(),
-        "versions": installed_versions(),
-        "gpu": None if args.embedded else gpu_name(),
+        **origin("tests.gpu.long_run", embedded=args.embedded),
         "flags": server_flags(args),
         "seconds": round(seconds, 1),
         "verdicts": {name: {"passed": ok, "found": what} for name, (ok, what) in verdicts.items()},

@@ -12,20 +12,19 @@ import json
 import os
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launcher.client import fp4kv_report, server_info
-from launcher.demo import PAIR, Progress, commit, gpu_name
+from launcher.demo import PAIR, Progress
 from launcher.flags import parse
 from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
-from launcher.probe import installed_versions
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.tiny_models import build_draft, build_hybrid
+from tests.gpu.origin import origin
 
 PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
@@ -156,11 +155,7 @@ def write(out, found):
     """Write what was found so far; return the names of servers that differ from their plans."""
     wrong = [name for name, entry in found.items() if entry["differ"]]
     content = {
-        "command": ["python", "-m", "tests.gpu.plan_servers", *sys.argv[1:]],
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": installed_versions(),
-        "gpu": gpu_name(),
+        **origin("tests.gpu.plan_servers"),
         "failed": wrong,
         "servers": found,
     }

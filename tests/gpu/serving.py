@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launcher.client import fp4kv_report, generate, server_info
-from launcher.demo import GPU_FLAGS, Progress, commit, gpu_name, load_prompts
+from launcher.demo import GPU_FLAGS, Progress, load_prompts
 from launcher.equality import NEAR_TIE_BOUNDS, compare
 from launcher.expected import differences
 from launcher.judge import judge
-from launcher.probe import installed_versions, probe
+from launcher.probe import probe
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
+from tests.gpu.origin import origin
 
 PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
@@ -195,10 +196,7 @@ def main():
     for name, values in lengths.items():
         print(f"accept length {name}: mean {sum(values) / len(values):.2f}, min {min(values):.2f}")
     content = {
-        "command": ["python", "-m", "tests.gpu.serving", *sys.argv[1:]],
-        "commit": commit(),
-        "versions": installed_versions(),
-        "gpu": gpu_name(),
+        **origin("tests.gpu.serving"),
         "seconds": round(time.monotonic() - begun, 1),
         "near_tie_bounds": NEAR_TIE_BOUNDS,
         "failed": wrong,

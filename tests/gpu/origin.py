@@ -1,0 +1,25 @@
+"""What a result file says of the run that it is of."""
+
+import sys
+import time
+from pathlib import Path
+
+from launcher.demo import commit, gpu_name
+from launcher.probe import installed_versions
+
+
+def origin(module, argv=None, *, embedded=False):
+    """The head of a result file: command, commit, date, versions and GPU of this run of ``python -m module``.
+
+    ``argv``: the arguments, those of this process where left out. Folders of this machine are left out of them.
+    ``embedded``: whether the run was on the embedded platform, so that no GPU took part.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    words = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    return {
+        "command": ["python", "-m", module, *words],
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": installed_versions(),
+        "gpu": None if embedded else gpu_name(),
+    }

@@ -1,19 +1,16 @@
 """A drafted server whose faults are switched while it runs, and what `fp4kv check` asks it."""
 
-import os
 import random
 import string
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 from launcher.checks.options import Options
 from launcher.checks.suite import WORKLOADS, Prompt, Suite
 from launcher.demo import PAIR
-from tests.e2e.server import embedded_server, empty_cache
+from tests.e2e.server import embedded_server, empty_cache, plugin_path
 from tests.e2e.test_check import DRAFTER, NVFP4, SMALL
 
-PLUGIN = Path(__file__).parent / "plugin"
 MAX_TOKENS = 56  # what the longest right answer has
 NOISE_TOKENS = 16
 # Of 0 to 199, the ones in whose answers most margins are small, by transformers in FP32.
@@ -28,7 +25,7 @@ def undrafted_server(scratch):
 def faulty_server(scratch):
     """(server, switch): ``switch(name)`` turns that fault on and every other off; "" is a sound server."""
     file = scratch / "fault"
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     env = {"PYTHONPATH": path, "FP4KV_FAULT_FILE": str(file)}
     flags = (*NVFP4, *SMALL, *DRAFTER)
     with embedded_server(PAIR / "target", *flags, log=scratch / "faulty.log", env=env) as server:

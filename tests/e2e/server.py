@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +18,17 @@ from launcher.serve import launch_command
 # A start takes 25 s on two idle cores; a test machine is seldom idle.
 START_TIMEOUT_S = 300
 ROOT = Path(__file__).parents[2]
+PLUGIN = Path(__file__).parent / "plugin"
 
 
 def show_progress(seconds: float, line: str) -> None:
     if int(seconds) % 10 == 0:
         print(f"  {seconds:4.0f} s  {line[:140]}", file=sys.stderr, flush=True)
+
+
+def plugin_path(environ: Mapping[str, str] = os.environ) -> str:
+    """The PYTHONPATH of a server that loads the test plugin, in front of the one in `environ`."""
+    return os.pathsep.join(filter(None, [str(PLUGIN), environ.get("PYTHONPATH")]))
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """DFlash drafts beside NVFP4 KV on the real server: DFlash2, windows, both config layouts, the fused write."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -12,19 +10,18 @@ from launcher.equality import CPU_BOUND, compare
 from launcher.flags import parse
 from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, plugin_path
 from tests.e2e.tiny_models import build_dflash2, build_older_layout
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 NVFP4 = ("--kv-cache-dtype", "nvfp4", "--max-total-tokens", "1000000")
 BUDGET = 7_654_321  # divides by no bytes of a token
 WINDOW, DRAFT_WINDOW = 24, 16
 
 
 def serve(scratch, name, draft=None, *flags, **env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     return embedded_server(
         PAIR / "target", *NVFP4, *drafted(draft), *flags,
         log=scratch / f"{name}.log",

@@ -6,10 +6,8 @@ nearly always wrongly. So states are rolled back by every number of tokens.
 """
 
 import json
-import os
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +16,17 @@ from launcher.flags import parse
 from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
 from sglang_fp4kv import formats
-from tests.e2e.server import embedded_server
-from tests.e2e.test_nvfp4_memory import ask_together, empty_cache, tokens_of, used_tokens
+from tests.e2e.server import embedded_server, plugin_path
+from tests.e2e.test_nvfp4_memory import (
+    ask_together,
+    empty_cache,
+    tokens_of,
+    used_tokens,
+)
 from tests.e2e.tiny_models import INTERVAL, TINY_HYBRID, build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 BUDGET_BYTES = 30_000_000
 CHUNK = 64  # of the gated-delta kernels, of prefill here, and what the prefix cache keeps states at
 FLAGS = (
@@ -90,7 +92,7 @@ def models(scratch):
 
 
 def serve(model, log, *flags, ready="/health", **env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     env = {
         "PYTHONPATH": path, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "FP4KV_KV_BUDGET_BYTES": str(BUDGET_BYTES), **env,

@@ -11,21 +11,18 @@ answers no such difference changes, stand in for the rest.
 """
 
 import json
-import os
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import requests
 
 from launcher.client import generate
 from launcher.demo import PAIR, load_prompts
-from tests.e2e.server import embedded_server, empty_cache
+from tests.e2e.server import embedded_server, empty_cache, plugin_path
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 POOL_TOKENS = 256
 PAGE = 16
 CHUNK = 64
@@ -90,7 +87,7 @@ def trained():
 
 
 def serve(scratch, name, *flags, **env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     env = {"PYTHONPATH": path, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **env}
     return embedded_server(PAIR / "target", *flags, log=scratch / f"{name}.log", env=env)
 

@@ -5,10 +5,8 @@ one rank in FP32, so answers of different numbers of ranks may part at a near-ti
 """
 
 import json
-import os
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import requests
@@ -21,11 +19,11 @@ from launcher.judge import judge
 from launcher.launch import memory
 from launcher.probe import Failed, Machine
 from sglang_fp4kv.planner import plan_tokens
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, plugin_path
 
 pytestmark = pytest.mark.e2e
 
-TARGET, PLUGIN = PAIR / "target", Path(__file__).parent / "plugin"
+TARGET = PAIR / "target"
 NVFP4 = ("--kv-cache-dtype", "nvfp4", "--attention-backend", "triton", "--device", "cpu")
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
 BUDGET_BYTES = 3_000_000  # of one rank
@@ -58,7 +56,7 @@ def flags(tp, *more):
 
 
 def serve(scratch, tp, *more, **env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     env = {"PYTHONPATH": path, "FP4KV_KV_BUDGET_BYTES": str(BUDGET_BYTES), **env}
     log = scratch / f"{tp}-ranks{'-drafted' if more else ''}.log"
     return embedded_server(TARGET, *flags(tp, *more), "--max-total-tokens", "100000000", log=log, env=env)

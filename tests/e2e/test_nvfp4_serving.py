@@ -1,9 +1,7 @@
 """NVFP4 KV with and without the drafter on the real server: equal answers, true bytes, proof; sampling."""
 
 import json
-import os
 import random
-from pathlib import Path
 
 import pytest
 import requests
@@ -12,11 +10,10 @@ from launcher.client import ServerError, fp4kv_report, generate, server_info
 from launcher.demo import PAIR, load_prompts
 from launcher.equality import CPU_BOUND, compare
 from sglang_fp4kv import formats
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, plugin_path
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 NVFP4 = ("--kv-cache-dtype", "nvfp4")
 DRAFTED = (
     *NVFP4, "--speculative-algorithm", "DFLASH",
@@ -40,7 +37,7 @@ FILTERED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
 
 def serve(tmp_path, name, *flags, **env):
     """A server of the shipped target with the test plugin; ``env`` steers the plugin."""
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     return embedded_server(
         PAIR / "target", *flags, log=tmp_path / f"{name}.log", env={"PYTHONPATH": path, **env}
     )

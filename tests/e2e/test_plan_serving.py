@@ -1,7 +1,5 @@
 """A plan beside running servers: max_total_num_tokens, pools and states, to the token."""
 
-import os
-from pathlib import Path
 
 import pytest
 
@@ -10,12 +8,11 @@ from launcher.demo import PAIR
 from launcher.flags import parse
 from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, plugin_path
 from tests.e2e.tiny_models import build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 BUDGET = 7_654_321  # divides by no bytes of a token, and by no page
 HYBRID_BUDGET = 98_765_433
 DRAFTED = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
@@ -24,7 +21,7 @@ HYBRID = ("--skip-server-warmup", "--disable-overlap-schedule", "--kv-cache-dtyp
 
 
 def serve(folder, log, *flags, ready="/health_generate", **env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     env = {"PYTHONPATH": path, "FP4KV_KV_BUDGET_BYTES": str(BUDGET), **env}
     return embedded_server(folder, "--max-total-tokens", "1000000", *flags, log=log, env=env, ready=ready)
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import requests
@@ -11,11 +10,16 @@ import requests
 from launcher.canary import Canary
 from launcher.demo import PAIR
 from launcher.equality import NEAR_TIE_BOUNDS
-from tests.e2e.server import START_TIMEOUT_S, embedded_server, marked_processes, serving
+from tests.e2e.server import (
+    START_TIMEOUT_S,
+    embedded_server,
+    marked_processes,
+    plugin_path,
+    serving,
+)
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 DRAFTED = [
     "--model-path", str(PAIR / "target"), "--kv-cache-dtype", "nvfp4", "--attention-backend", "triton",
     "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"),
@@ -24,7 +28,7 @@ MISREADINGS = ("k-scales-for-v", "next-slot", "verify-k-scales-for-v", "verify-n
 
 
 def with_plugin(**env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     return {"PYTHONPATH": path, **env}
 
 

@@ -6,20 +6,17 @@ names a drafter's layers in Gemma 3, so the test plugin adds one, and a cap on t
 """
 
 import json
-import os
 import random
-from pathlib import Path
 
 import pytest
 
 from launcher.client import generate
 from launcher.equality import CPU_BOUND, compare
-from tests.e2e.server import embedded_server
+from tests.e2e.server import embedded_server, plugin_path
 from tests.e2e.tiny_models import WINDOW, build_draft, build_windowed
 
 pytestmark = pytest.mark.e2e
 
-PLUGIN = Path(__file__).parent / "plugin"
 CAP = "1.0"
 CHUNK = "64"
 NVFP4 = ("--kv-cache-dtype", "nvfp4")
@@ -47,7 +44,7 @@ def prompts():
 
 
 def serve(scratch, target, name, *flags, **env):
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    path = plugin_path()
     env = {"PYTHONPATH": path, "FP4KV_GEMMA3": CAP, **env}
     flags = ("--chunked-prefill-size", CHUNK, "--disable-radix-cache", *flags)
     return embedded_server(target, *flags, log=scratch / f"{name}.log", env=env)

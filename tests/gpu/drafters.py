@@ -23,7 +23,8 @@ from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS, compare
 from launcher.expected import DRAFT_POOL, PACKED_POOL
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
-from tests.e2e.test_nvfp4_serving import PLUGIN, unsure_prompts
+from tests.e2e.server import plugin_path
+from tests.e2e.test_nvfp4_serving import unsure_prompts
 from tests.e2e.tiny_heads import build_eagle3, build_mtp
 from tests.gpu.origin import origin
 
@@ -88,7 +89,7 @@ class Run:
 
     def start(self, key):
         env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = plugin_path(env)
         env["FP4KV_MOVES"] = str(self.moves_file(key))
         env["FP4KV_LIBRARY_PREFILL"] = "0"  # FlashInfer's prefill compiles for minutes, and is not asked here
         if key[0] != UNDRAFTED and not key[0].startswith(("ngram", "standalone")):

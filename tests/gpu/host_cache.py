@@ -28,10 +28,10 @@ from launcher.client import ServerError, fp4kv_report, server_info
 from launcher.demo import PAIR, Progress, load_prompts
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
+from tests.e2e.server import plugin_path
 from tests.gpu.long_run import idle_tokens
 from tests.gpu.origin import origin
 
-PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
 PAGE, POOL, NEW_TOKENS = 64, 448, 8
 PRESSING = 4  # prompts of more than two pages each; the pool has seven
@@ -161,7 +161,7 @@ def run(args, backend, layout, progress):
     port = free_port()
     flags = server_flags(args.model, args.draft, backend, layout, args.embedded)
     environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": plugin_path(),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "FP4KV_LEFT_ON_HOST": str(told),
     }

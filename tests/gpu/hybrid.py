@@ -27,12 +27,12 @@ from launcher.demo import Progress
 from launcher.equality import NEAR_TIE_BOUNDS, compare
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
+from tests.e2e.server import plugin_path
 from tests.e2e.tiny_models import build_draft, build_hybrid
 from tests.gpu.origin import origin
 from tests.gpu.plan_servers import Case
 from tests.gpu.plan_servers import compare as compare_plan
 
-PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
 BUDGET = 3_000_000_019
 SIZES = {
@@ -130,7 +130,7 @@ class Run:
     def start(self, name):
         case, server = self.case(name), SERVERS[name]
         env = {**os.environ, "FP4KV_KV_BUDGET_BYTES": str(BUDGET)}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = plugin_path(env)
         if server.drafter == "oracle":
             env["FP4KV_ORACLE"] = str(self.oracle(server.reference))
         port = free_port()

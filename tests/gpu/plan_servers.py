@@ -23,10 +23,10 @@ from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
+from tests.e2e.server import plugin_path
 from tests.e2e.tiny_models import build_draft, build_hybrid
 from tests.gpu.origin import origin
 
-PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
 FIXED_BUDGET = 5_000_000_033
 COMMON = ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.1",
@@ -82,7 +82,7 @@ def _case(kind, target, draft, kv, drafted, flags):
 def start(case, logs):
     port, env = free_port(), dict(os.environ)
     if case.budget:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = plugin_path(env)
         env["FP4KV_KV_BUDGET_BYTES"] = str(case.budget)
     argv, env = launch_command(
         ["--model-path", str(case.target), *case.flags, "--port", str(port)], environ=env

@@ -26,9 +26,9 @@ from launcher.judge import judge
 from launcher.probe import probe
 from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
+from tests.e2e.server import plugin_path
 from tests.gpu.origin import origin
 
-PLUGIN = Path(__file__).parent.parent / "e2e" / "plugin"
 START_SECONDS = 400
 _NO_GRAPHS = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
 GRAPHS = {"graph": [], "eager": _NO_GRAPHS}
@@ -73,7 +73,7 @@ class Run:
         port = free_port()
         env = dict(os.environ)
         if self.args.oracle and drafted:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
+            env["PYTHONPATH"] = plugin_path(env)
             env["FP4KV_ORACLE"] = str(self.oracle_file(kv))
         # Servers on one GPU and on several start side by side.
         env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"

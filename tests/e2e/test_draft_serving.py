@@ -64,11 +64,6 @@ def check_pool(report, draft, *flags):
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("drafts")
-
-
-@pytest.fixture(scope="module")
 def prompts():
     return load_prompts(PAIR / "prompts.json", PAIR / "target")
 

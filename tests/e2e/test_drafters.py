@@ -26,11 +26,6 @@ BUDGET_BYTES = 20_000_000
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("drafters")
-
-
-@pytest.fixture(scope="module")
 def prompts():
     """Two tasks that the target was trained on, and random tokens, where its two best tokens often tie."""
     tasks = load_prompts(PAIR / "prompts.json", PAIR / "target")[:2]

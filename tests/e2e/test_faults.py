@@ -50,11 +50,6 @@ ALL = {id for found_by in FOUND_BY.values() for id in found_by}
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
 def recorded(scratch):
     """What a server without the drafter answers to noise."""
     with undrafted_server(scratch) as server, unsure_prompts():

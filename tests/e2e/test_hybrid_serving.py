@@ -16,13 +16,8 @@ from launcher.flags import parse
 from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
 from sglang_fp4kv import formats
-from tests.e2e.server import embedded_server, plugin_path
-from tests.e2e.test_nvfp4_memory import (
-    ask_together,
-    empty_cache,
-    tokens_of,
-    used_tokens,
-)
+from tests.e2e.server import embedded_server, empty_cache, plugin_path
+from tests.e2e.test_nvfp4_memory import ask_together, tokens_of, used_tokens
 from tests.e2e.tiny_models import INTERVAL, TINY_HYBRID, build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e
@@ -78,11 +73,6 @@ def examine(url):
         used_tokens=used_tokens(url),
         accept_lengths=lengths,
     )
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("hybrid")
 
 
 @pytest.fixture(scope="module")

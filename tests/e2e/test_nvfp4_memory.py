@@ -77,11 +77,6 @@ MIXED = ("one token", "a page and one", "short")
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("memory")
-
-
-@pytest.fixture(scope="module")
 def trained():
     return load_prompts(PAIR / "prompts.json", PAIR / "target")
 

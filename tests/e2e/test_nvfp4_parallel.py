@@ -9,7 +9,6 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import requests
 
 from launcher.client import generate, server_info
 from launcher.demo import PAIR, load_prompts
@@ -19,7 +18,7 @@ from launcher.judge import judge
 from launcher.launch import memory
 from launcher.probe import Failed, Machine
 from sglang_fp4kv.planner import plan_tokens
-from tests.e2e.server import embedded_server, plugin_path
+from tests.e2e.server import embedded_server, empty_cache, plugin_path
 
 pytestmark = pytest.mark.e2e
 
@@ -67,10 +66,6 @@ def judged(tp, *more):
     return judge(flags_of_it, machine=Machine(gpu=Failed("none"))).launch
 
 
-def empty_cache(server):
-    requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
-
-
 def ask_trained(server, prompts, **options):
     return [generate(server.url, p["input_ids"], p["max_new_tokens"], **options) for p in prompts]
 
@@ -84,21 +79,16 @@ def ask(server, prompts, **options):
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("parallel")
-
-
-@pytest.fixture(scope="module")
 def one(scratch, prompts):
     """One rank's answers, and what it says to a prompt of a chunk and a half: with its first chunk in the prefix
     cache, and without."""
     with serve(scratch, 1) as server:
         answers = ask(server, prompts, top_two=True)
-        empty_cache(server)
+        empty_cache(server.url)
         prompt = torn_prompts(CHUNK + CHUNK // 2)[-1]
         generate(server.url, prompt[:CHUNK], 1)
         cached = generate(server.url, prompt, NEW_TOKENS, top_two=True, ignore_eos=True)
-        empty_cache(server)
+        empty_cache(server.url)
         return answers, cached, generate(server.url, prompt, NEW_TOKENS, top_two=True, ignore_eos=True)
 
 
@@ -108,7 +98,7 @@ def two(scratch, prompts):
     swapped = scratch / "swapped"
     with serve(scratch, 2, FP4KV_OTHER_HEADS=str(swapped)) as server:
         answers = ask(server, prompts, top_two=True)
-        empty_cache(server)
+        empty_cache(server.url)
         swapped.touch()
         return answers, ask_trained(server, prompts[:2])
 

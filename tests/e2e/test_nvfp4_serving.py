@@ -53,11 +53,6 @@ def cell(side):
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("nvfp4")
-
-
-@pytest.fixture(scope="module")
 def prompts():
     return load_prompts(PAIR / "prompts.json", PAIR / "target")
 

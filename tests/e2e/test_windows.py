@@ -28,11 +28,6 @@ NEAR_TIE = 1.0
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("windows")
-
-
-@pytest.fixture(scope="module")
 def target(scratch):
     return build_windowed(scratch / "target")
 

@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.draft_facts import CONV, SELECTOR
 from sglang_fp4kv.checkpoint_scales import read_header, scales_in
+from sglang_fp4kv.served import CONV, SELECTOR
 
 # Names of a DFlash2 draft's tensors, as srt/models/dflash.py @ 0.5.23 loads them.
 _MODULES = {
@@ -28,7 +28,8 @@ class Checkpoint:
 
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
     the least. ``kv_scales``: layer id -> {"k": value, "v": value}; a value is None where its dtype is
-    not a plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``problem``: why the files could not be read, None where they could.
+    not a plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``problem``: why the files
+    could not be read, None where they could.
     """
 
     weights_bytes: int | None = None

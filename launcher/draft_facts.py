@@ -11,8 +11,8 @@ import reprlib
 from dataclasses import dataclass
 
 from launcher.flags import UsageError
+from sglang_fp4kv.served import CONV, SELECTOR
 
-CONV, SELECTOR = "grouped convolution", "candidate selector"
 # The keys that size each module, in the order (what, of how many).
 MODULE_KEYS = {
     CONV: ("conv_kernel_size", "conv_group_size"),

@@ -3,13 +3,13 @@
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import memory
 from launcher.plan_model import target_states
+from sglang_fp4kv.draft_writes import PER_LAYER
 from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
 PACKED_POOL = "sglang_fp4kv.pool.NVFP4TokenToKVPool"
 DRAFT_POOL = "sglang_fp4kv.draft_pool.DraftTokenToKVPool"
 _RECIPE = "sglang_fp4kv.recipe.PackedNVFP4Method"
 _BACKEND = "sglang_fp4kv.attention.TritonAttnBackend"
-PER_LAYER = "per layer"
 _FP4 = "float4_e2m1fn_x2"
 _TORCH_NAMES = {
     "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "bf16": "bfloat16", "bfloat16": "bfloat16",

@@ -30,7 +30,8 @@ class ModelFacts:
     ``attention_layers``: ids of the layers that keep K and V for every token. ``passes``: times that
     each runs. ``traits``: what SGLang keeps otherwise, and ``unread``: figures that are not in the file
     (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``snapshot``: the hub
-    commit the folder is a snapshot of. ``dflash``: what it asks for as a DFlash draft. ``text``: the language model's part of config.json as it stands
+    commit the folder is a snapshot of. ``dflash``: what it asks for as a DFlash draft.
+    ``text``: the language model's part of config.json as it stands
     there.
     """
 

@@ -3,11 +3,10 @@
 from launcher.checkpoint import weights_hash
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import FP4
-from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL
+from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL, TREE_DRAFTERS
 
 # DRAFT_ATTENTION_BACKEND_CHOICES in srt/arg_groups/choices.py @ 0.5.23.
 _DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "ascend", "trtllm_mha", "intel_xpu")
-_TREES = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 # _auto_choose_speculative_params in srt/arg_groups/speculative_hook.py @ 0.5.23.
 _TREES_BY_DEFAULT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _TRTLLM_REPLACEMENT = {(10, 0): "fa4", (10, 3): "fa4"}
@@ -116,7 +115,7 @@ def drafts_a_tree(launch):
     width = getattr(launch.flags, field)
     if width is None and launch.target and set(launch.target.architectures) & _TREES_BY_DEFAULT:
         width = 1 if launch.drafter == "STANDALONE" else 4
-    return (field, width) if launch.drafter in _TREES and width not in (None, 1) else None
+    return (field, width) if launch.drafter in TREE_DRAFTERS and width not in (None, 1) else None
 
 
 def tree_is_untested(launch):
@@ -127,7 +126,7 @@ def tree_is_untested(launch):
 
 
 def drafter_is_untested(launch):
-    if launch.drafter not in DRAFTERS or launch.drafter == "DFLASH" or _on_cpu(launch):
+    if launch.drafter not in TREE_DRAFTERS or _on_cpu(launch):
         return None
     return {"asked": launch.asked("kv_cache_dtype", "speculative_algorithm"), "drafter": launch.drafter}
 

@@ -5,7 +5,7 @@ They are about this kit's readers, so about Triton; FP4-010 and its neighbours j
 
 from itertools import combinations
 
-from sglang_fp4kv.served import DRAFTERS
+from sglang_fp4kv.served import TREE_DRAFTERS
 
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
 RECURRENT, WINDOWS = "recurrent layers", "windowed layers"
@@ -22,7 +22,7 @@ _TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (
 
 def _other_drafter(launch):
     """Whether a served drafter other than DFLASH drafts; FP4-080 is about those that are not served."""
-    return launch.on_triton and launch.drafter in DRAFTERS and launch.drafter != "DFLASH"
+    return launch.on_triton and launch.drafter in TREE_DRAFTERS
 
 
 def _recurrent(launch):

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_fp4kv import __version__, draft_writes, formats
+from sglang_fp4kv.served import CONV, SELECTOR
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,12 @@ def _backend_report(runner):
 
 
 def _model_report(model):
-    """The draft's class and what of a DFlash2 was built: keys model, modules (as launcher/draft_facts.py names them)."""
+    """The draft's class and what of a DFlash2 was built: keys model, modules (named as in served.py)."""
     layers = list(getattr(model, "layers", ()))
     convolved = any(getattr(layer, "attention_conv", None) is not None for layer in layers)
     built = {
-        "grouped convolution": convolved,
-        "candidate selector": getattr(model, "candidate_selector", None) is not None,
+        CONV: convolved,
+        SELECTOR: getattr(model, "candidate_selector", None) is not None,
     }
     return {"model": type(model).__name__, "modules": [name for name, there in built.items() if there]}
 

@@ -9,8 +9,11 @@ DRAFT_DTYPE_DEFAULT = "fp8_e4m3"  # of the drafter's own pool, where none was as
 DRAFT_DTYPES = (DRAFT_DTYPE_DEFAULT, "bf16", "bfloat16")
 
 # Drafters that run beside NVFP4 KV, by SGLang's names; NEXTN is EAGLE once SGLang has resolved it.
-DRAFTERS = ("DFLASH", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+TREE_DRAFTERS = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # a chain where their width is 1
+DRAFTERS = ("DFLASH", *TREE_DRAFTERS)
 DRAFTERS_WITHOUT_MODEL = ("NGRAM",)
+# Modules of a DFlash2 draft, as the worker reports and the launcher expects them.
+CONV, SELECTOR = "grouped convolution", "candidate selector"
 # Model types (without _text) with recurrent layers that are served: gated-delta ones beside plain attention.
 GATED_DELTA_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # What --enable-hierarchical-cache can be asked with (sglang_fp4kv/host_pool.py). SGLang's copy kernels refuse

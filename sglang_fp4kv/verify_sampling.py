@@ -20,6 +20,7 @@ applied to what top-k leaves; that stays as SGLang does it. All of it only where
 """
 
 import copy
+import functools
 
 import torch
 
@@ -30,15 +31,15 @@ PENALTIES = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-
-
 _WAY_OUT = (
     "Leave them out (--sampling-defaults openai keeps the server from taking them from the model's "
     "generation_config.json), or ask a server without the drafter."
 )
 
 
+@functools.cache
 def _served():
+    """Whether this server's KV is packed NVFP4; asked at every sampled verify, and settled before the first."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 

@@ -32,9 +32,8 @@ def install() -> None:
     HookRegistry.register(_IS_FP4, is_float4_e2m1fn_x2, HookType.REPLACE)
     HookRegistry.register(_TILES, large_tiles, HookType.AFTER)
     HookRegistry.register(_TOP_K, torch_top_k, HookType.REPLACE)
-    trees.install(HookRegistry, HookType)
-    ranks.install(HookRegistry, HookType)
-    recurrent.install()
+    for part in (trees, ranks, recurrent):
+        part.install(HookRegistry, HookType)
 
 
 def require_active() -> None:

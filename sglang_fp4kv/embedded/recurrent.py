@@ -13,13 +13,12 @@ _COMMIT = "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_sta
 TARGETS = (_PROCESSORS, _COMMIT)
 
 
-def install() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+def install(registry, kind) -> None:
+    """Registers the hooks with SGLang's HookRegistry; ``kind`` is its HookType."""
     give_the_cpu_a_device()
     make_pinning_harmless()
-    HookRegistry.register(_PROCESSORS, one_processor, HookType.REPLACE)
-    HookRegistry.register(_COMMIT, commit_states, HookType.REPLACE)
+    registry.register(_PROCESSORS, one_processor, kind.REPLACE)
+    registry.register(_COMMIT, commit_states, kind.REPLACE)
 
 
 def give_the_cpu_a_device() -> None:

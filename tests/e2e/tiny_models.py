@@ -9,6 +9,11 @@ from safetensors.torch import load_file, save_file
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 256, 4, 4, 2, 64
 DRAFT_LAYERS, BLOCK_SIZE, MASK_TOKEN = 2, 8, 500
 WINDOW = 32
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": VOCAB - 1,
+}  # fmt: skip
 
 
 def build_target(folder: Path, seed: int = 0) -> Path:
@@ -16,17 +21,8 @@ def build_target(folder: Path, seed: int = 0) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=4096,
+        **SIZES,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=VOCAB - 1,
     )
     generator = torch.Generator().manual_seed(seed)
     model = Qwen3ForCausalLM(config)
@@ -50,20 +46,11 @@ def build_windowed(folder: Path, seed: int = 0) -> Path:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        **SIZES,
         query_pre_attn_scalar=HEAD_DIM,
         sliding_window=WINDOW,
         layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
-        max_position_embeddings=4096,
-        bos_token_id=None,
         pad_token_id=None,
-        eos_token_id=VOCAB - 1,
     )
     generator = torch.Generator().manual_seed(seed)
     model = Gemma3ForCausalLM(config)

@@ -36,7 +36,7 @@ def server_flags(args, kv, drafted):
     """SGLang's flags of one server. Eight requests can fill its pool, for the soak."""
     flags = [
         "--model-path", str(args.model), "--kv-cache-dtype", kv, "--attention-backend", "triton",
-        "--mem-fraction-static", "0.12", "--max-running-requests", str(REQUESTS), "--sampling-backend", "pytorch",
+        "--mem-fraction-static", "0.3", "--max-running-requests", str(REQUESTS), "--sampling-backend", "pytorch",
         "--context-length", str(args.context), "--max-total-tokens", str(args.pool or 2 * args.context),
         "--chunked-prefill-size", str(args.chunk if drafted else -1),
     ]  # fmt: skip

@@ -31,7 +31,7 @@ from tests.gpu.origin import origin
 START_SECONDS = 500
 COMMON = [
     "--model-path", str(PAIR / "target"), "--kv-cache-dtype", "nvfp4", "--attention-backend", "triton",
-    "--mem-fraction-static", "0.08", "--max-total-tokens", "16384", "--max-running-requests", "8",
+    "--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--max-running-requests", "8",
     "--sampling-backend", "pytorch", "--disable-radix-cache",
 ]  # fmt: skip
 EAGER = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]

@@ -32,8 +32,7 @@ from tests.gpu.origin import origin
 START_SECONDS = 400
 _NO_GRAPHS = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
 GRAPHS = {"graph": [], "eager": _NO_GRAPHS}
-# Eight servers share the GPU.
-COMMON = ["--attention-backend", "triton", *GPU_FLAGS, "--mem-fraction-static", "0.15"]
+COMMON = ["--attention-backend", "triton", *GPU_FLAGS]
 ONE_GPU = "one GPU"
 # NCCL alone: SGLang's other collectives want peers' memory or NVLink multicast, which a borrowed host may forbid.
 _NCCL = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]

@@ -223,6 +223,7 @@ def drive(args, server, found, progress):
     long_tokens = min(long_tokens, facts.context_tokens - args.written - 64)
     traffic = Traffic(asked, Suite(args.suite), long_tokens=long_tokens, written=args.written)
     memory = Memory(server.pid, gpu=not args.embedded)
+    memory.sample()  # where it cannot be measured the run ends here
     found.slots = Slots(idle_tokens(url), -1, -1)
     progress(f"{workers} at once, long prompts of {long_tokens} tokens, for {args.minutes:g} minutes")
     run_traffic(traffic, memory, found, 60 * args.minutes, workers)

@@ -13,8 +13,7 @@ _SHARE, _LEAST_BYTES = 0.02, 64 << 20
 
 
 class Memory:
-    """``group``: the server's process group. ``gpu``: whether a CUDA device is sampled too, all of it,
-    so that nothing else should run there."""
+    """``group``: the server's process group. ``gpu``: whether what its processes hold on GPUs is sampled too."""
 
     def __init__(self, group, gpu):
         self.group, self._gpu = group, gpu
@@ -25,10 +24,7 @@ class Memory:
         at = round(time.monotonic() - self._began, 1)
         self._rss.append((at, resident_bytes(self.group)))
         if self._gpu:
-            import torch
-
-            free, total = torch.cuda.mem_get_info()
-            self._device.append((at, total - free))
+            self._device.append((at, gpu_bytes(self.group)))
 
     def series(self):
         """Name -> [(seconds, bytes)]."""
@@ -50,6 +46,27 @@ def resident_bytes(group):
                 total += int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError):  # it ended meanwhile
             continue
+    return total
+
+
+def gpu_bytes(group):
+    """What the processes in ``group`` hold on all GPUs, by NVML. RuntimeError where the driver does not say."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    total = 0
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index)):
+            try:
+                if os.getpgid(process.pid) != group:
+                    continue
+            except ProcessLookupError:  # it ended meanwhile
+                continue
+            if process.usedGpuMemory is None:
+                raise RuntimeError(f"NVML does not say what process {process.pid} holds on GPU {index}")
+            total += process.usedGpuMemory
+    if not total:
+        raise RuntimeError(f"NVML knows of no process of group {group} on a GPU")
     return total
 
 

@@ -125,7 +125,7 @@ EXAMPLES = {
     "FP4-024": {"asked": f"{_NVFP4} with SGLANG_USE_HND_KVCACHE=1 in the environment"},
     "FP4-025": {"asked": f"{_NVFP4} with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 in the environment"},
     "FP4-026": {"asked": _TRITON, "gpu": "NVIDIA GB10", "sm": "sm_121"},
-    "FP4-027": {"asked": f"{_NVFP4} --tp-size 2"},
+    "FP4-027": {"asked": f"{_NVFP4} --tp-size 4"},
     "FP4-028": {
         "asked": f"--kv-cache-dtype fp4_mx_block16 {_DFLASH}",
         "drafter": "DFLASH",
@@ -142,12 +142,6 @@ EXAMPLES = {
         "backend": "fa3",
     },
     "FP4-033": {"asked": f"{_NVFP4} --speculative-draft-kv-cache-dtype bf16"},
-    "FP4-034": {
-        "asked": "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 10",
-        "width": "10",
-        "drafter": "NGRAM",
-    },
-    "FP4-035": {"asked": f"{_NVFP4} --speculative-algorithm EAGLE3", "drafter": "EAGLE3"},
     "FP4-036": {"asked": f"{_DFLASH} --dtype auto for my-model", "drafter": "DFLASH", "stored": "float16"},
     "FP4-037": {
         "asked": "--speculative-draft-model-path my-draft --speculative-draft-model-revision v2",
@@ -248,8 +242,8 @@ EXAMPLES = {
     },
     "FP4-103": {
         "asked": f"{_NVFP4} for my-model",
-        "parts": "recurrent layers",
-        "tests": "tests/e2e/test_hybrid_serving.py",
+        "parts": "windowed layers",
+        "tests": "tests/e2e/test_windows.py",
     },
     "FP4-104": {
         "asked": f"{_TRITON} --speculative-algorithm EAGLE3 --speculative-adaptive", "flags": "--speculative-adaptive",

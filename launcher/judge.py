@@ -16,7 +16,7 @@ from launcher.modelfacts import locate, read_facts
 from launcher.probe import Failed, parse_gpu, probe
 from launcher.refusal import Refused, refusal
 from launcher.rules_drafter import found_draft
-from launcher.rules_together import HOST_CACHE, ON_A_CPU, RANKS, parts
+from launcher.rules_together import ON_A_CPU, ON_A_GPU, parts
 from launcher.verdict import Verdict, render_verdict
 from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
@@ -29,11 +29,6 @@ RESULTS = {
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
 RESULTS_FOLDER = "tests/bench/results"
-# What shows anything more beside NVFP4 KV: the real server on a CPU.
-SHOWN = ON_A_CPU | {
-    RANKS: "tests/e2e/test_nvfp4_parallel.py",
-    HOST_CACHE: "tests/e2e/test_hierarchical_cache.py",
-}
 _LARGEST = 1 << 40
 
 
@@ -132,10 +127,13 @@ def decide(launch, allow=()):
 def _results(launch):
     dtype = "bf16" if launch.kv_dtype == "bfloat16" else launch.kv_dtype
     plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
-    if not launch.on_triton or launch.drafter not in (None, "DFLASH") or not plain:
+    if not launch.on_triton or not plain:
         return ()
     if launch.kv_dtype == "nvfp4" and (asked := parts(launch)):
-        return tuple(SHOWN[part] for part in asked if len(asked) == 1 and part in SHOWN)
+        shown = ON_A_CPU if launch.flags.device == "cpu" else ON_A_GPU
+        return tuple(shown[part] for part in asked if len(asked) == 1 and part in shown)
+    if launch.drafter not in (None, "DFLASH"):
+        return ()
     names = RESULTS.get((dtype, launch.drafter is not None), ())
     return tuple(f"{RESULTS_FOLDER}/{name}" for name in names)
 

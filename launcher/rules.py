@@ -62,8 +62,6 @@ RULES = {
     "FP4-031": Rule(drafter.draft_backend_is_replaced, FAILS, FP4),
     "FP4-032": Rule(drafter.draft_backend_is_untested, UNTESTED, FP4),
     "FP4-033": Rule(drafter.bf16_draft_pool_is_untested, UNTESTED, NVFP4),
-    "FP4-034": Rule(drafter.tree_is_untested, UNTESTED, NVFP4),
-    "FP4-035": Rule(drafter.drafter_is_untested, UNTESTED, NVFP4),
     "FP4-036": Rule(drafter.half_precision_target, FAILS, FP4, server_refuses=True),
     "FP4-037": Rule(drafter.draft_differs, FAILS, ANY),
     "FP4-038": Rule(models.mla, FAILS, NVFP4, server_refuses=True),

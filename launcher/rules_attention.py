@@ -6,7 +6,7 @@ from sglang_fp4kv.served import BACKEND
 
 BLACKWELL = ((10, 0), (10, 3), (12, 0), (12, 1))
 PROVEN_CAPABILITY = (9, 0)  # the GPU of tests/bench/results/h200_pair.json
-PROVEN_TP = (1,)  # tensor-parallel sizes of the results there
+PROVEN_TP = (1, 2)  # tensor-parallel sizes of the results there, on one host
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -122,7 +122,7 @@ def gpu_is_untested(launch):
 
 
 def parallel_is_untested(launch):
-    names = [n for n in ("pp_size", "dp_size", "attn_cp_size") if getattr(launch.flags, n) > 1]
+    names = [n for n in ("pp_size", "dp_size", "attn_cp_size", "nnodes") if getattr(launch.flags, n) > 1]
     # Ranks on a CPU are what tests/e2e/test_nvfp4_parallel.py runs.
     if launch.flags.tp_size not in PROVEN_TP and launch.flags.device != "cpu":
         names.insert(0, "tp_size")

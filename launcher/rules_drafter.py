@@ -3,12 +3,10 @@
 from launcher.checkpoint import weights_hash
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import FP4
-from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL, TREE_DRAFTERS
+from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL
 
 # DRAFT_ATTENTION_BACKEND_CHOICES in srt/arg_groups/choices.py @ 0.5.23.
 _DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "ascend", "trtllm_mha", "intel_xpu")
-# _auto_choose_speculative_params in srt/arg_groups/speculative_hook.py @ 0.5.23.
-_TREES_BY_DEFAULT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _TRTLLM_REPLACEMENT = {(10, 0): "fa4", (10, 3): "fa4"}
 
 
@@ -25,7 +23,8 @@ def draft_pool_is_not_plain(launch):
 
 def bf16_draft_pool_is_untested(launch):
     asked = launch.flags.speculative_draft_kv_cache_dtype
-    if launch.drafter is None or asked not in DRAFT_DTYPES or asked == DRAFT_DTYPE_DEFAULT:
+    # A chain of EAGLE3 is what has run so on a GPU.
+    if launch.drafter in (None, "EAGLE3") or asked not in DRAFT_DTYPES or asked == DRAFT_DTYPE_DEFAULT:
         return None
     return {"asked": launch.asked("kv_cache_dtype", "speculative_draft_kv_cache_dtype")}
 
@@ -104,33 +103,6 @@ def draft_backend_is_untested(launch):
     }
 
 
-def _on_cpu(launch):
-    """The embedded server, for tests: tests/e2e/test_drafters.py compares answers there."""
-    return launch.flags.device == "cpu"
-
-
-def drafts_a_tree(launch):
-    """NGRAM's breadth or EAGLE's top-k where it is above 1, as (flag's field, value); None for a chain."""
-    field = "speculative_ngram_max_bfs_breadth" if launch.drafter == "NGRAM" else "speculative_eagle_topk"
-    width = getattr(launch.flags, field)
-    if width is None and launch.target and set(launch.target.architectures) & _TREES_BY_DEFAULT:
-        width = 1 if launch.drafter == "STANDALONE" else 4
-    return (field, width) if launch.drafter in TREE_DRAFTERS and width not in (None, 1) else None
-
-
-def tree_is_untested(launch):
-    tree = drafts_a_tree(launch)
-    if tree is None or _on_cpu(launch):
-        return None
-    return {"asked": launch.asked("speculative_algorithm", tree[0]), "width": tree[1], "drafter": launch.drafter}
-
-
-def drafter_is_untested(launch):
-    if launch.drafter not in TREE_DRAFTERS or _on_cpu(launch):
-        return None
-    return {"asked": launch.asked("kv_cache_dtype", "speculative_algorithm"), "drafter": launch.drafter}
-
-
 def drafter_is_not_served(launch):
     multi = launch.flags.enable_multi_layer_eagle
     if launch.drafter in (None, *DRAFTERS) and not multi:
@@ -140,10 +112,11 @@ def drafter_is_not_served(launch):
 
 
 def ngram_tree_on_pages(launch):
-    tree, page = drafts_a_tree(launch), launch.flags.page_size
-    if launch.drafter != "NGRAM" or tree is None or page in (None, 1):
+    breadth, page = launch.flags.speculative_ngram_max_bfs_breadth, launch.flags.page_size
+    if launch.drafter != "NGRAM" or breadth == 1 or page in (None, 1):
         return None
-    return {"asked": launch.asked("speculative_algorithm", tree[0], "page_size"), "width": tree[1], "page": page}
+    asked = launch.asked("speculative_algorithm", "speculative_ngram_max_bfs_breadth", "page_size")
+    return {"asked": asked, "width": breadth, "page": page}
 
 
 def acceptance_is_relaxed(launch):

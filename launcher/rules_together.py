@@ -10,11 +10,19 @@ from sglang_fp4kv.served import TREE_DRAFTERS
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
 RECURRENT, WINDOWS = "recurrent layers", "windowed layers"
 DRAFT, DRAFTER = "a DFlash2 or windowed draft", "another drafter than DFLASH"
-# What shows a part, where that is the real server on a CPU and no result of a GPU.
+# What shows a part: the real server on a CPU, and results of a GPU.
 ON_A_CPU = {
+    RANKS: "tests/e2e/test_nvfp4_parallel.py",
+    HOST_CACHE: "tests/e2e/test_hierarchical_cache.py",
     RECURRENT: "tests/e2e/test_hybrid_serving.py",
     WINDOWS: "tests/e2e/test_windows.py",
     DRAFT: "tests/e2e/test_draft_serving.py",
+    DRAFTER: "tests/e2e/test_drafters.py",
+}
+ON_A_GPU = {
+    RANKS: "tests/bench/results/h200x2_pair.json",
+    RECURRENT: "tests/bench/results/h200_hybrid.json",
+    DRAFTER: "tests/bench/results/h200_drafters.json",
 }
 # Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
 _TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (WINDOWS, DRAFTER))
@@ -69,9 +77,9 @@ def parts_tried_apart(launch):
 
 
 def shown_on_a_cpu_alone(launch):
-    """FP4-027, FP4-035 and FP4-095 say the same of ranks, other drafters and the hierarchical cache."""
-    found = [part for part in parts(launch) if part in ON_A_CPU] if launch.flags.device != "cpu" else []
-    if not found:
+    """FP4-095 says the same of the hierarchical cache."""
+    found = [part for part in parts(launch) if part not in ON_A_GPU and part != HOST_CACHE]
+    if not found or launch.flags.device == "cpu":
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "speculative_draft_window_size")
     of = [launch.draft if part == DRAFT else launch.target for part in found]

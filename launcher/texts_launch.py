@@ -3,7 +3,6 @@
 from launcher.texts import Text
 
 _RESULT = "tests/bench/results/h200_pair.json"
-_DRAFTERS_TEST = "tests/e2e/test_drafters.py, on a CPU"
 _KV_HOOK = "srt/arg_groups/kv_cache_hook.py @ sglang 0.5.23"
 _SPEC_HOOK = "srt/arg_groups/speculative_hook.py @ sglang 0.5.23"
 _DRAFT_CONFIG = "parse_dflash_draft_config in srt/speculative/dflash_utils.py @ sglang 0.5.23"
@@ -118,8 +117,8 @@ TEXTS = {
     ),
     "FP4-027": Text(
         name="several-gpus-untested",
-        says="NVFP4 KV is asked for across several GPUs, and no result from so many is on file",
-        why="every run on file has one GPU; KV heads split and copied over ranks answer as one rank does on a CPU, which shows nothing about NCCL, CUDA graphs and speed",
+        says="NVFP4 KV is asked for on GPUs spread in a way of which no result is on file",
+        why="one GPU and two of one host, tensor parallel, have runs on file; KV heads split and copied over more ranks answer as one rank does on a CPU, which shows nothing about NCCL, CUDA graphs and speed",
         evidence=_RESULT,
         help="--allow FP4-027, or --kv-cache-dtype fp8_e4m3",
     ),
@@ -161,23 +160,9 @@ TEXTS = {
     "FP4-033": Text(
         name="bf16-draft-pool-untested",
         says="a drafter pool in BF16 is asked for next to NVFP4, and no result with it is on file",
-        why="in every NVFP4 run on file the drafter's pool is FP8 E4M3",
+        why="in the NVFP4 runs on file the drafter's pool is FP8 E4M3; a chain of EAGLE3 alone has run with BF16",
         evidence=_RESULT,
         help="--speculative-draft-kv-cache-dtype fp8_e4m3",
-    ),
-    "FP4-034": Text(
-        name="draft-tree-untested",
-        says="{drafter} with a width of {width} drafts a tree, and no result with one is on file",
-        why="a tree is verified through a mask over the block and its accepted rows move afterwards, scales and all; the embedded server does both with NGRAM and EAGLE3 and answers as without a drafter, and no run on a GPU has shown it, with CUDA graphs or without",
-        evidence=f"{_DRAFTERS_TEST}; {_SPEC_HOOK}",
-        help="--speculative-algorithm DFLASH, or --allow FP4-034",
-    ),
-    "FP4-035": Text(
-        name="drafter-untested",
-        says="NVFP4 KV is asked for with {drafter}, and no result with it is on file",
-        why="the runs on file are with DFLASH and without a drafter; another drafter builds its pool and its backend by another path, which only the embedded server has run",
-        evidence=f"{_DRAFTERS_TEST}; {_RESULT} is DFLASH's",
-        help="--speculative-algorithm DFLASH, or --allow FP4-035",
     ),
     "FP4-036": Text(
         name="drafter-on-fp16",

@@ -43,6 +43,14 @@ def test_markers_that_are_not_there_once_are_named(tmp_path, capsys, times):
     assert "compat: the compat block's markers must be in the README once each" in capsys.readouterr().err
 
 
+def _rows(kv, drafter):
+    """Names of the reports, in a result file, of the servers that show ``kv`` beside ``drafter``."""
+    if drafter in (None, "DFLASH"):
+        return [f"{kv} {drafter is not None} graph"]
+    name = "nextn" if drafter == "EAGLE" else drafter.lower()  # SGLang turns NEXTN into EAGLE
+    return [f"{name}-{shape}, {mode}" for shape in ("chain", "tree") for mode in ("graph", "eager")]
+
+
 def test_what_works_has_a_run_on_file_that_did():
     """Of the KV dtype, drafted or not, on Triton and on the GPU that the table is about."""
     works = 0
@@ -55,9 +63,9 @@ def test_what_works_has_a_run_on_file_that_did():
                     works += 1
                     run = json.loads((ROOT / file).read_text())
                     assert (SM[run["gpu"]], run["failed"], backend) == (MEASURED_ON, [], "triton")
-                    report = run["reports"][f"{kv} {drafter is not None} graph"]
-                    assert report["target"]["backend"].endswith(".TritonAttnBackend")
-                    assert (report["draft"] is not None) == (drafter == "DFLASH")
+                    reports = [run["reports"][name] for name in _rows(kv, drafter)]
+                    assert all(r["target"]["backend"].endswith(".TritonAttnBackend") for r in reports)
+                    assert all((r["draft"] is not None) == (drafter not in (None, "NGRAM")) for r in reports)
     assert works
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -63,14 +63,14 @@ def test_the_whole_grid_ends_in_a_verdict(tmp_path):
             if kv in ("auto", "bf16", "fp8_e4m3") and plain_draft:
                 assert verdict.accepted
             if kv == "nvfp4" and verdict.accepted:
-                assert (backend, patch) == ("triton", "applied") and drafter in (None, "DFLASH")
-                assert gpu in (NO_GPU, "sm_90") and (drafter is None or draft in (None, "fp8_e4m3"))
+                assert (backend, patch) == ("triton", "applied") and gpu in (NO_GPU, "sm_90")
+                assert drafter is None or draft in (None, "fp8_e4m3") or (drafter, draft) == ("EAGLE3", "bf16")
                 assert verdict.status == "works"
             if kv == "fp4_mx_block16":
                 assert not verdict.accepted
     assert sum(outcomes.values()) == 7 * 5 * 5 * 4 * 4 * 3
     assert set(outcomes) == {(True, "works"), (True, "untested"), (False, "fails"), (False, "untested")}
-    assert fired >= {f"FP4-{n:03}" for n in (3, 10, 11, 16, 17, 18, 20, 26, 28, 29, 33, 34, 35)}
+    assert fired >= {f"FP4-{n:03}" for n in (3, 10, 11, 16, 17, 18, 20, 26, 28, 29, 33)}
 
 
 TRIES = {
@@ -154,7 +154,6 @@ BEYOND = [
     (together.DRAFT, [*DFLASH], {"draft": windowed()}),
     (together.DRAFT, [*DFLASH, "--speculative-draft-window-size", "512"], {}),
     (together.DRAFT, [*DFLASH], {"draft": {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}}),
-    (together.RECURRENT, [], {"target": HYBRID}),
     (together.WINDOWS, [*DFLASH], {"target": WINDOWED}),
 ]
 
@@ -180,12 +179,25 @@ def test_tokens_beside_recurrent_states_are_a_bound(tmp_path):
         assert shown["tokens"].startswith("at most ") == bound
 
 
-def test_ranks_and_the_host_cache_name_their_tests(tmp_path):
-    cpu = [*NVFP4, "--device", "cpu"]
-    hicache = ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]
-    for part, flags in ((together.RANKS, ["--tp-size", "2"]), (together.HOST_CACHE, hicache)):
-        assert decide(tmp_path, [*cpu, *flags]).results == (judge.SHOWN[part],) and (ROOT / judge.SHOWN[part]).is_file()
-    assert all(name.startswith(judge.RESULTS_FOLDER) for name in decide(tmp_path, [*cpu, *DFLASH]).results)
+ON_GPUS = [
+    (together.RECURRENT, [*DFLASH], {"target": HYBRID}),
+    (together.RANKS, ["--tp-size", "2"], {}),
+    (together.DRAFTER, ["--speculative-algorithm", "NGRAM"], {}),
+]
+
+
+@pytest.mark.parametrize(("part", "flags", "folders"), ON_GPUS)
+def test_what_a_gpu_has_shown_names_its_result_there(tmp_path, part, flags, folders):
+    for device, shown in (([], together.ON_A_GPU), (["--device", "cpu"], together.ON_A_CPU)):
+        found = decide(tmp_path, [*NVFP4, *flags, *device], **folders)
+        assert (found.status, found.results) == ("works", (shown[part],)) and (ROOT / shown[part]).is_file()
+
+
+def test_the_host_cache_has_a_test_on_a_cpu_alone(tmp_path):
+    flags = [*NVFP4, "--enable-hierarchical-cache", "--hicache-io-backend", "direct"]
+    assert decide(tmp_path, [*flags, "--device", "cpu"]).results == (together.ON_A_CPU[together.HOST_CACHE],)
+    assert ids(decide(tmp_path, flags)) == ["FP4-095"]
+    assert all(name.startswith(judge.RESULTS_FOLDER) for name in decide(tmp_path, [*NVFP4, *DFLASH]).results)
 
 
 def test_what_dflash_sets_to_one_is_shown(tmp_path):
@@ -215,7 +227,7 @@ def test_every_sglang_file_that_a_rule_cites_is_there():
 
 
 def test_untested_is_allowed_by_its_id_alone(tmp_path):
-    flags = [*NVFP4, *DFLASH, "--tp-size", "2"]
+    flags = [*NVFP4, *DFLASH, "--tp-size", "4"]
     verdict = decide(tmp_path, flags, on=machine("sm_121"), allow=["FP4-026"])
     assert ids(verdict) == ["FP4-027"] and [r.id for r in verdict.allowed] == ["FP4-026"]
     verdict = decide(tmp_path, flags, on=machine("sm_121"), allow=["FP4-026", "FP4-027"])
@@ -343,10 +355,10 @@ def test_an_amount_of_memory_is_a_positive_number(run, size, capsys):
 
 
 def test_hardware_elsewhere_is_stated(run):
-    code, _, err = run(*NVFP4, ours=["--gpu", "sm_121", "--gpu-memory", "121", "--tp", "2"])
+    code, _, err = run(*NVFP4, ours=["--gpu", "sm_121", "--gpu-memory", "121", "--tp", "4"])
     assert code == 3 and "refused: FP4-026, FP4-027 (untested)" in err
     allow = ["--allow", "FP4-026", "--allow", "FP4-027"]
-    code, _, err = run(*NVFP4, ours=["--gpu", "sm_121", "--tp", "2", *allow])
+    code, _, err = run(*NVFP4, ours=["--gpu", "sm_121", "--tp", "4", *allow])
     assert code == 0 and "allowed[FP4-026] gpu-untested: " in err and "accepted: untested" in err
 
 
@@ -442,7 +454,7 @@ def test_a_refused_launch_reads_as_written(run):
 
 
 def test_the_json_has_a_schema_and_a_version(run):
-    flags = [*NVFP4, *DFLASH, "--enable-lmcache", "--tp-size", "2"]
+    flags = [*NVFP4, *DFLASH, "--enable-lmcache", "--tp-size", "4"]
     code, out, _ = run(*flags, ours=["--json", "--allow", "FP4-027"], tensors=TENSORS)
     found = json.loads(out)
     assert code == 3
@@ -482,15 +494,14 @@ def test_the_shipped_pair_is_accepted_where_it_is():
 
 
 def test_judging_imports_no_torch_and_takes_under_a_second():
+    """Of a CPU's time, which a busy machine does not stretch."""
     code = (
         "import sys; from launcher.cli import main\n"
         f"code = main(['judge', '--profile', '{ROOT}/configs/pair.yaml'])\n"
         "sys.exit(code or 10 * sum(m in sys.modules for m in ('torch', 'sglang', 'triton')))"
     )
-    took = []
-    for _ in range(3):  # the machine may be busy with something else
-        begun = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-        took.append(time.monotonic() - begun)
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert min(took) < 1, took
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1

@@ -99,7 +99,7 @@ def test_judge():
         [sys.executable, "-m", "launcher.cli", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 3, done.stderr
-    assert done.stderr.endswith("\nrefused: FP4-026, FP4-027 (untested)\n")
+    assert done.stderr.endswith("\nrefused: FP4-026 (untested)\n")
 
 
 def test_explain():

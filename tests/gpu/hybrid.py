@@ -45,7 +45,7 @@ LENGTHS = (5, 60, 130, 400, 700, 1500)  # the last two in two and three chunks
 NEW_TOKENS = 64
 COMMON = (
     "--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.3",
-    "--max-running-requests", "8", "--chunked-prefill-size", str(CHUNK), "--cuda-graph-max-bs", "8",
+    "--max-running-requests", "8", "--chunked-prefill-size", str(CHUNK), "--cuda-graph-max-bs-decode", "8",
 )  # fmt: skip
 NO_GRAPHS = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
 BF16_STATES = ("--mamba-ssm-dtype", "bfloat16")

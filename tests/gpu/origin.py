@@ -8,6 +8,11 @@ from launcher.demo import commit, gpu_name
 from launcher.probe import installed_versions
 
 
+def without_folders(words):
+    """Command-line ``words`` with the last part of a path that begins at this machine's root."""
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
+
+
 def origin(module, argv=None, *, embedded=False):
     """The head of a result file: command, commit, date, versions and GPU of this run of ``python -m module``.
 
@@ -15,9 +20,8 @@ def origin(module, argv=None, *, embedded=False):
     ``embedded``: whether the run was on the embedded platform, so that no GPU took part.
     """
     words = sys.argv[1:] if argv is None else argv
-    words = [Path(word).name if Path(word).is_absolute() else word for word in words]
     return {
-        "command": ["python", "-m", module, *words],
+        "command": ["python", "-m", module, *without_folders(words)],
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": installed_versions(),

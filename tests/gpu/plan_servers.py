@@ -25,7 +25,7 @@ from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.server import plugin_path
 from tests.e2e.tiny_models import build_draft, build_hybrid
-from tests.gpu.origin import origin
+from tests.gpu.origin import origin, without_folders
 
 START_SECONDS = 400
 FIXED_BUDGET = 5_000_000_033
@@ -125,7 +125,7 @@ def ask(together, logs, progress):
             report = fp4kv_report(server_info(server.url))
             row, differ = compare(case, report)
             found[case.name] = {
-                "flags": case.flags, "budget": case.budget, "report": report, "plan": row, "differ": differ,
+                "flags": without_folders(case.flags), "budget": case.budget, "report": report, "plan": row, "differ": differ,
             }  # fmt: skip
             progress(f"{case.name}: ready after {seconds:.0f} s, {differ or 'equal'}")
     finally:

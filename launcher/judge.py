@@ -9,6 +9,7 @@ import os
 import sys
 
 from launcher import patchset, rules
+from launcher import rules_together as together
 from launcher.effective import effective_values
 from launcher.flags import UsageError, parse
 from launcher.launch import FP4, Launch
@@ -16,7 +17,6 @@ from launcher.modelfacts import locate, read_facts
 from launcher.probe import Failed, parse_gpu, probe
 from launcher.refusal import Refused, refusal
 from launcher.rules_drafter import found_draft
-from launcher.rules_together import ON_A_CPU, ON_A_GPU, parts
 from launcher.verdict import Verdict, render_verdict
 from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
@@ -129,9 +129,8 @@ def _results(launch):
     plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
     if not launch.on_triton or not plain:
         return ()
-    if launch.kv_dtype == "nvfp4" and (asked := parts(launch)):
-        shown = ON_A_CPU if launch.flags.device == "cpu" else ON_A_GPU
-        return tuple(shown[part] for part in asked if len(asked) == 1 and part in shown)
+    if launch.kv_dtype == "nvfp4" and together.parts(launch):
+        return together.results(launch)
     if launch.drafter not in (None, "DFLASH"):
         return ()
     names = RESULTS.get((dtype, launch.drafter is not None), ())

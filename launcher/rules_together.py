@@ -24,6 +24,9 @@ ON_A_GPU = {
     RECURRENT: "tests/bench/results/h200_hybrid.json",
     DRAFTER: "tests/bench/results/h200_drafters.json",
 }
+# Pairs that the real server has run together, all three parts at once, on a CPU.
+_SPARKS = "tests/e2e/test_two_sparks.py"
+TOGETHER_ON_A_CPU = {(RANKS, RECURRENT): _SPARKS, (RANKS, DRAFT): _SPARKS, (RECURRENT, DRAFT): _SPARKS}
 # Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
 _TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (WINDOWS, DRAFTER))
 
@@ -67,8 +70,23 @@ def parts(launch):
     return [name for name, present in asked.items() if present and launch.on_triton]
 
 
+def results(launch):
+    """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
+    asked = parts(launch)
+    if len(asked) == 1:
+        shown, wanted = (ON_A_CPU if _on_cpu(launch) else ON_A_GPU), asked
+    else:
+        shown, wanted = (TOGETHER_ON_A_CPU if _on_cpu(launch) else {}), list(combinations(asked, 2))
+    return tuple(dict.fromkeys(shown[name] for name in wanted)) if shown.keys() >= set(wanted) else ()
+
+
+def _on_cpu(launch):
+    return launch.flags.device == "cpu"
+
+
 def parts_tried_apart(launch):
-    pairs = [pair for pair in combinations(parts(launch), 2) if pair not in _TOLD]
+    tried = (*_TOLD, *TOGETHER_ON_A_CPU)
+    pairs = [pair for pair in combinations(parts(launch), 2) if pair not in tried]
     if not pairs:
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "tp_size", "enable_hierarchical_cache")
@@ -78,16 +96,19 @@ def parts_tried_apart(launch):
 
 def shown_on_a_cpu_alone(launch):
     """FP4-095 says the same of the hierarchical cache."""
-    found = [part for part in parts(launch) if part not in ON_A_GPU and part != HOST_CACHE]
-    if not found or launch.flags.device == "cpu":
+    asked = parts(launch)
+    found = {part: ON_A_CPU[part] for part in asked if part not in ON_A_GPU and part != HOST_CACHE}
+    together = [pair for pair in combinations(asked, 2) if pair in TOGETHER_ON_A_CPU]
+    found |= {" with ".join(pair): TOGETHER_ON_A_CPU[pair] for pair in together}
+    if not found or _on_cpu(launch):
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "speculative_draft_window_size")
-    of = [launch.draft if part == DRAFT else launch.target for part in found]
+    of = [launch.draft if part == DRAFT else launch.target for part in asked]
     paths = " and ".join(dict.fromkeys(facts.path for facts in of if facts is not None))
     return {
         "asked": launch.asked(*names) + (f" for {paths}" if paths else ""),
         "parts": " and ".join(found),
-        "tests": " and ".join(ON_A_CPU[part] for part in found),
+        "tests": " and ".join(dict.fromkeys(found.values())),
     }
 
 

@@ -244,8 +244,8 @@ TEXTS = {
     "FP4-072": Text(
         name="narrow-states-with-a-drafter",
         says="recurrent states narrower than FP32 would be drafted for",
-        why="decode rounds such a state after each token and verify after each block, so drafted answers may part from undrafted ones, and no result says how far",
-        evidence="sglang_fp4kv/recurrent.py",
+        why="decode rounds such a state after each token and verify after each block, so drafted answers may part from undrafted ones: of a small hybrid on the H200 all six did, at near-ties, and no result of a larger one says how far",
+        evidence="sglang_fp4kv/recurrent.py; tests/bench/results/h200_hybrid.json",
         help="--mamba-ssm-dtype float32",
     ),
 }

@@ -22,8 +22,8 @@ TEXTS = {
     "FP4-102": Text(
         name="parts-tried-one-at-a-time",
         says="what is asked for was tried one part at a time, and not {pairs}",
-        why="every run on file has one of several ranks, the hierarchical cache, recurrent or windowed layers, a DFlash2 or windowed draft, and another drafter than DFLASH; what two of them do to each other has no result on file. It would take a run of the pair whose answers are compared with those without it",
-        evidence="tests/e2e/test_nvfp4_parallel.py, tests/e2e/test_hierarchical_cache.py, tests/e2e/test_hybrid_serving.py, tests/e2e/test_windows.py, tests/e2e/test_draft_serving.py and tests/e2e/test_drafters.py",
+        why="the runs on file have one of several ranks, the hierarchical cache, recurrent or windowed layers, a DFlash2 or windowed draft, and another drafter than DFLASH, or such a draft for recurrent layers on several ranks; what two others of them do to each other has no result on file. It would take a run of the pair whose answers are compared with those without it",
+        evidence="tests/e2e/test_nvfp4_parallel.py, tests/e2e/test_hierarchical_cache.py, tests/e2e/test_hybrid_serving.py, tests/e2e/test_windows.py, tests/e2e/test_draft_serving.py, tests/e2e/test_drafters.py and tests/e2e/test_two_sparks.py",
         help="leave one of them out, or --allow FP4-102",
     ),
     "FP4-103": Text(

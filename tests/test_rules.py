@@ -116,7 +116,7 @@ CASES = {
     "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-095"]},
     "FP4-100": {**plain("--speculative-algorithm", "NEXTN"), "target": HYBRID},
     "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED, "with": ["FP4-103"]},
-    "FP4-102": {**plain("--tp-size", "2"), "target": HYBRID},
+    "FP4-102": {**plain("--tp-size", "2"), "target": WINDOWED, "with": ["FP4-103"]},
     "FP4-103": model(**WINDOWED),
     "FP4-104": drafted("--speculative-use-block-verification"),
 }  # fmt: skip

@@ -43,7 +43,10 @@ def test_a_part_alone_and_with_a_plain_draft_is_accepted(tmp_path, name):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
-def test_every_pair_is_refused(tmp_path, pair):
+def test_every_pair_but_those_tried_is_refused(tmp_path, pair):
+    if pair in together.TOGETHER_ON_A_CPU:
+        assert judge(asked(tmp_path, pair)) == []
+        return
     (only,) = judge(asked(tmp_path, pair))
     assert only.id == OWN_RULES.get(pair, "FP4-102")
     assert (" with ".join(pair) in only.says) == (only.id == "FP4-102")
@@ -59,5 +62,22 @@ def test_other_backends_are_judged_by_their_own_rules(tmp_path):
 def test_of_three_parts_every_pair_is_named(tmp_path):
     found = judge(asked(tmp_path, (together.RANKS, together.RECURRENT, together.DRAFTER)))
     assert [r.id for r in found] == ["FP4-100", "FP4-102"]
-    pairs = "several ranks with recurrent layers; several ranks with another drafter than DFLASH"
-    assert found[1].says.endswith(f"and not {pairs}") and "--tp-size 2" in found[1].asked
+    assert found[1].says.endswith("and not several ranks with another drafter than DFLASH")
+    assert "--tp-size 2" in found[1].asked
+    found = judge(asked(tmp_path, (together.RANKS, together.HOST_CACHE, together.WINDOWS)))
+    pairs = "several ranks with the hierarchical cache; several ranks with windowed layers; "
+    assert found[0].says.endswith(f"and not {pairs}the hierarchical cache with windowed layers")
+
+
+def test_what_ran_together_on_a_cpu_is_told_on_a_gpu(tmp_path):
+    """Ranks and recurrent layers have results of a GPU each, but not the two of them."""
+    flags = [*NVFP4, "--tp-size", "2"]
+    (only,) = judge(launch(tmp_path, flags, target=HYBRID))
+    assert only.id == "FP4-103" and "with several ranks with recurrent layers, and" in only.says
+    (only,) = judge(launch(tmp_path, [*flags, *DFLASH], target=HYBRID, draft=dflash2()))
+    assert only.id == "FP4-103" and only.says.count(" and ") == 4
+    assert "tests/e2e/test_draft_serving.py and tests/e2e/test_two_sparks.py" in only.evidence
+    for names in ((together.RANKS, together.RECURRENT), (together.RANKS, together.RECURRENT, together.DRAFT)):
+        assert together.results(asked(tmp_path, names)) == ("tests/e2e/test_two_sparks.py",)
+    assert together.results(launch(tmp_path, flags, target=HYBRID)) == ()
+    assert together.results(asked(tmp_path, (together.RANKS, together.HOST_CACHE))) == ()

@@ -66,6 +66,7 @@ def activate():
         for name, hook, kind in (
             ("forward_batch_generation", oracle.note_batch, HookType.AROUND),
             ("_greedy_sample_from_vocab_parallel_head", oracle.propose, HookType.AROUND),
+            ("_propose_selector_block", oracle.propose, HookType.AROUND),  # a DFlash2's
             # Keeps the draft head out of the CUDA graph, so that propose is called there too.
             ("_maybe_build_draft_sampler", lambda worker: None, HookType.REPLACE),
         ):

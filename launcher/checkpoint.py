@@ -19,7 +19,6 @@ _MODULES = {
     CONV: re.compile(r"layers\.\d+\.(?:attention|mlp)_conv\."),
     SELECTOR: re.compile(r"(?:model\.)?candidate_selector\."),
 }
-_ABSENT = 1.0  # what SGLang 0.5.23 sets where a checkpoint has no scale
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Checkpoint:
             (layer, side, value)
             for layer, sides in sorted((self.kv_scales or {}).items())
             for side, value in sorted(sides.items())
-            if value is not None and (not math.isfinite(value) or value <= 0 or value == _ABSENT)
+            if value is not None and not (math.isfinite(value) and value > 0)
         ]
 
     def layers_without_scales(self, layers):

@@ -3,6 +3,11 @@
 A checkpoint calibrated for a quantized KV cache carries one ``k_scale`` and one ``v_scale`` a
 layer. That value is the global scale of this format on every architecture; a checkpoint without
 them gets the format's default, a power of two per side (see :mod:`sglang_fp4kv.formats`).
+
+The files count beside the loaded model, for two reasons. Some of SGLang 0.5.23's classes drop the
+scales while they load (Qwen3ForCausalLM gives its attention no quantization config). And SGLang says
+"none" as 1.0, which is also what ModelOpt writes for FP8 KV wherever calibration asks for less
+(get_kv_cache_scaling_factor in modelopt/torch/export/quant_utils.py).
 """
 
 import math
@@ -16,6 +21,7 @@ from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
 # (srt/layers/quantization/kv_cache.py), and leaves None where no quantization config applies.
 _ABSENT = 1.0
 
+
 @dataclass(frozen=True)
 class GlobalScales:
     """Global scales by model layer id; ``source`` is "checkpoint" or "default"."""
@@ -25,8 +31,14 @@ class GlobalScales:
     source: str
 
 
+def _usable(value, layer_id, side):
+    if not math.isfinite(value) or value <= 0.0:
+        raise ValueError(f"layer {layer_id}: {side}_scale must be finite and above zero, got {value}")
+    return value
+
+
 def scale_value(raw, layer_id, side):
-    """A layer's scale as a float, or None where the checkpoint gave none.
+    """A loaded layer's scale as a float, or None where it says nothing: None, or exactly 1.0.
 
     Accepts None, a float, a 0-d or one-element tensor or parameter on any device.
 
@@ -41,12 +53,22 @@ def scale_value(raw, layer_id, side):
                 f"layer {layer_id}: {side}_scale has {raw.numel()} elements, one per layer is needed"
             )
         raw = raw.item()
-    value = float(raw)
-    if not math.isfinite(value) or value <= 0.0:
-        raise ValueError(
-            f"layer {layer_id}: {side}_scale must be finite and above zero, got {value}"
-        )
+    value = _usable(float(raw), layer_id, side)
     return None if value == _ABSENT else value
+
+
+def checkpoint_folder(model_path, revision=None, cache=None):
+    """The folder with the files of ``model_path`` once they were loaded: itself, or of a hub id its snapshot in
+    ``cache`` (None: the usual one). None where there is none, as for weights that were streamed."""
+    if not model_path or os.path.isdir(model_path):
+        return model_path
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model_path, "config.json", cache_dir=cache, revision=revision)
+    except ValueError:  # no hub id either
+        return None
+    return os.path.dirname(found) if isinstance(found, str) else None
 
 
 def other_than_the_checkpoint(k, v, promised):
@@ -62,39 +84,50 @@ def other_than_the_checkpoint(k, v, promised):
                 yield f"{side}_scale of layer {layer} is {loaded} and not {values}"
 
 
-def read_global_scales(attention_layers, model_path=None):
-    """Global scales of every attention layer.
+def _take_from_files(loaded, side, promised):
+    """Puts into ``loaded`` (layer id -> value or None) what the files alone say: one value, where all agree."""
+    for layer, sides in promised.items():
+        values = set(sides.get(side, ()))
+        if loaded[layer] is None and len(values) == 1 and None not in values:
+            loaded[layer] = _usable(*values, layer, side)
+
+
+def read_global_scales(attention_layers, folder=None):
+    """Global scales of every attention layer, from the loaded model and from its files in ``folder``.
 
     Sizes: ``attention_layers`` is an iterable of objects with ``layer_id``, ``k_scale``, ``v_scale``
     (SGLang's RadixAttention); the results are dicts from layer id to float, unitless.
 
-    Raises: ValueError when a scale is not usable, when one side of a layer is missing, when the
-    checkpoint names scales for a layer that the loaded model shows none for, or holds other ones.
+    Raises: ValueError when a scale is not usable, when one side of a layer or a layer is missing, when the
+    files name scales for a layer without saying what they are, or other ones than were loaded.
     """
     k, v = {}, {}
     for layer in attention_layers:
         k[layer.layer_id] = scale_value(layer.k_scale, layer.layer_id, "k")
         v[layer.layer_id] = scale_value(layer.v_scale, layer.layer_id, "v")
 
-    stored = read_scales(os.fspath(model_path)) if model_path else {}
+    stored = read_scales(os.fspath(folder)) if folder else {}
     promised = {layer: sides for layer, sides in stored.items() if layer in k}
+    _take_from_files(k, "k", promised)
+    _take_from_files(v, "v", promised)
     # SGLang would fill in the side that the checkpoint lacks from the other.
-    one_sided = sorted(i for i in k if (k[i] is None) != (v[i] is None) or len(promised.get(i, ())) == 1)
-    if one_sided:
-        raise ValueError(f"there are KV scales for K or V alone on layers {one_sided}")
-    lost = sorted(i for i in promised if k[i] is None)
+    one_sided = sorted(layer for layer, sides in promised.items() if len(sides) == 1)
+    lost = sorted(i for i in promised if i not in one_sided and None in (k[i], v[i]))
     if lost:
         raise ValueError(
-            f"the checkpoint {model_path} has KV scales for layers {lost}, but none arrived on the "
-            "loaded model's attention layers; serving would decode with the wrong scale"
+            f"the checkpoint {folder} has KV scales for layers {lost}, but they did not arrive on the loaded "
+            "model's attention layers, and its files hold no single value that could stand for them"
         )
+    one_sided += sorted(i for i in k if i not in one_sided and (k[i] is None) != (v[i] is None))
+    if one_sided:
+        raise ValueError(f"there are KV scales for K or V alone on layers {one_sided}")
     changed = list(other_than_the_checkpoint(k, v, promised))
     if changed:
-        raise ValueError(f"the loaded model has other KV scales than {model_path}: {'; '.join(changed)}")
+        raise ValueError(f"the loaded model has other KV scales than {folder}: {'; '.join(changed)}")
     present = [i for i in k if k[i] is not None]
     if present and len(present) != len(k):
         raise ValueError(
-            "KV scales are loaded for some attention layers only; missing on layers "
+            "there are KV scales for some attention layers only; missing on layers "
             f"{sorted(set(k) - set(present))}"
         )
     if present:

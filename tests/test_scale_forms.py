@@ -41,7 +41,7 @@ def loaded_recipe(layers, device, monkeypatch):
 
     from sglang_fp4kv.recipe import PackedNVFP4Method
 
-    monkeypatch.setattr(runtime_context, "get_model", lambda: SimpleNamespace(model_path=None))
+    monkeypatch.setattr(runtime_context, "get_model", lambda: SimpleNamespace(model_path=None, revision=None, download_dir=None))
     recipe = PackedNVFP4Method(num_layers=LAYERS, device=device, page_size=PAGE)
     recipe.configure_attention_backends("triton", "triton")
     recipe.load_scales_from_model(torch.nn.ModuleList(layers))

@@ -10,7 +10,7 @@ from launches import scale, scales, write_safetensors
 
 from sglang_fp4kv.checkpoint_scales import check_scales, read_scales
 from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
-from sglang_fp4kv.scales import read_global_scales, scale_value
+from sglang_fp4kv.scales import checkpoint_folder, read_global_scales, scale_value
 
 
 def layer(layer_id, k=None, v=None):
@@ -38,7 +38,7 @@ def test_every_form_of_a_scale_is_the_same_number(raw):
 
 
 @pytest.mark.parametrize("raw", [None, 1.0, torch.tensor(1.0)])
-def test_one_is_how_sglang_says_absent(raw):
+def test_one_alone_is_how_sglang_says_absent(raw):
     assert scale_value(raw, 0, "k") is None
 
 
@@ -97,10 +97,79 @@ def test_an_index_is_read_before_the_files(tmp_path):
     assert read_scales(tmp_path) == {2: {}}
 
 
-def test_a_scale_that_does_not_arrive_stops_the_launch(tmp_path):
-    write_header(tmp_path, ["model.layers.1.self_attn.k_scale", "model.layers.1.self_attn.v_scale"])
-    with pytest.raises(ValueError, match=r"has KV scales for layers \[1\], but none arrived"):
+def stored(folder, **by_name):
+    """Files with these KV scales by layer and side: ``_3_k`` is layer 3's k_scale."""
+    names = {name: f"model.layers.{name[1:-2]}.self_attn.{name[-1]}_proj.{name[-1]}_scale" for name in by_name}
+    write_safetensors(folder / "a.safetensors", {names[name]: scale(value) for name, value in by_name.items()})
+
+
+def test_scales_that_a_class_of_sglang_drops_are_taken_from_the_files(tmp_path):
+    stored(tmp_path, _0_k=0.5, _0_v=1.5, _3_k=1.0, _3_v=0.75)
+    found = read_global_scales([layer(0), layer(3)], tmp_path)
+    assert (found.source, found.k, found.v) == ("checkpoint", {0: 0.5, 3: 1.0}, {0: 1.5, 3: 0.75})
+
+
+@pytest.mark.parametrize("loaded", [None, 1.0])
+def test_one_is_a_scale_where_the_files_say_so(tmp_path, loaded):
+    """ModelOpt's for FP8 KV: the largest of 1.0 and what calibration found."""
+    stored(tmp_path, _0_k=1.0, _0_v=1.0, _1_k=2.0, _1_v=1.0)
+    found = read_global_scales([layer(0, loaded, loaded), layer(1, 2.0, loaded)], tmp_path)
+    assert (found.source, found.k, found.v) == ("checkpoint", {0: 1.0, 1: 2.0}, {0: 1.0, 1: 1.0})
+
+
+def test_an_unusable_scale_of_the_files_is_refused(tmp_path):
+    stored(tmp_path, _0_k=0.5, _0_v=0.0)
+    with pytest.raises(ValueError, match="layer 0: v_scale must be finite and above zero, got 0.0"):
+        read_global_scales([layer(0)], tmp_path)
+
+
+def test_a_layer_that_the_files_leave_out_is_refused(tmp_path):
+    stored(tmp_path, _0_k=0.5, _0_v=0.5)
+    with pytest.raises(ValueError, match=r"some attention layers only; missing on layers \[1\]"):
         read_global_scales([layer(0), layer(1)], tmp_path)
+
+
+def test_a_side_that_the_files_leave_out_is_refused(tmp_path):
+    stored(tmp_path, _0_k=0.5)
+    with pytest.raises(ValueError, match=r"K or V alone on layers \[0\]"):
+        read_global_scales([layer(0)], tmp_path)
+
+
+def test_scales_that_are_neither_loaded_nor_clear_stop_the_launch(tmp_path):
+    """Of layer 0 there are two, one of them a draft head's, and layer 1's file is not here."""
+    index = {f"model.layers.{i}.self_attn.{side}_scale": f"{i}.safetensors" for i in (0, 1) for side in "kv"}
+    index |= {f"mtp.layers.0.self_attn.{side}_scale": "0.safetensors" for side in "kv"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    values = {"model": 0.5, "mtp": 2.0}
+    tensors = {f"{p}.layers.0.self_attn.{s}_scale": scale(value) for p, value in values.items() for s in "kv"}
+    write_safetensors(tmp_path / "0.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"has KV scales for layers \[0, 1\], but they did not arrive"):
+        read_global_scales([layer(0), layer(1)], tmp_path)
+    with pytest.raises(ValueError, match=r"has KV scales for layers \[1\], but they did not arrive"):
+        read_global_scales([layer(0, 0.5, 0.5), layer(1)], tmp_path)
+
+
+def test_the_files_of_a_hub_id_are_those_of_its_snapshot(tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    for revision in (None, "main", commit):
+        assert checkpoint_folder("org/name", revision, str(tmp_path)) == str(snapshot)
+    assert checkpoint_folder("org/name", "other", str(tmp_path)) is None
+    assert checkpoint_folder("org/other", None, str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("path", [None, "s3://bucket/model"])
+def test_a_model_without_files_here_has_no_folder(path):
+    assert checkpoint_folder(path) is None
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert checkpoint_folder(str(tmp_path)) == str(tmp_path)
 
 
 def test_weight_scales_are_not_kv_scales(tmp_path):

@@ -19,6 +19,13 @@ _MODULES = {
     CONV: re.compile(r"layers\.\d+\.(?:attention|mlp)_conv\."),
     SELECTOR: re.compile(r"(?:model\.)?candidate_selector\."),
 }
+# Of weights as ModelOpt packs them: NVFP4 by its second scale, AWQ's by the scale of the input, a packed head.
+NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD = "NVFP4 weights", "weights for a scaled input", "a packed head"
+_WEIGHTS = {
+    NVFP4_WEIGHTS: re.compile(r"\.weight_scale_2$"),
+    INPUT_SCALED: re.compile(r"\.pre_quant_scale$"),
+    PACKED_HEAD: re.compile(r"^lm_head\.weight_scale$"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,13 +34,15 @@ class Checkpoint:
 
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
     the least. ``kv_scales``: layer id -> {"k": value, "v": value}; a value is None where its dtype is
-    not a plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``problem``: why the files
-    could not be read, None where they could.
+    not a plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``weights``: which of
+    NVFP4_WEIGHTS, INPUT_SCALED and PACKED_HEAD it holds. ``problem``: why the files could not be read, None where
+    they could.
     """
 
     weights_bytes: int | None = None
     kv_scales: dict | None = None
     modules: frozenset = frozenset()
+    weights: frozenset = frozenset()
     problem: str | None = None
 
     @property
@@ -61,7 +70,7 @@ def _files(folder):
     return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
 
 
-def _read(file, scales, modules):
+def _read(file, scales, modules, weights):
     loaded = 0
     with open(file, "rb") as stream:
         header, begin = read_header(stream)
@@ -69,6 +78,7 @@ def _read(file, scales, modules):
             first, last = entry["data_offsets"]
             loaded += (last - first) // (2 if entry["dtype"] == "F32" else 1)
             modules.update(module for module, pattern in _MODULES.items() if pattern.search(name))
+            weights.update(kind for kind, pattern in _WEIGHTS.items() if pattern.search(name))
         for layer, side, value in scales_in(stream, header, begin):
             scales.setdefault(layer, {})[side] = value
     return loaded
@@ -78,11 +88,11 @@ def read_checkpoint(folder):
     """The Checkpoint in ``folder``; empty where it holds no safetensors, with the problem where they
     cannot be read."""
     try:
-        files, scales, modules = _files(Path(folder)), {}, set()
+        files, scales, modules, weights = _files(Path(folder)), {}, set(), set()
         if not files:
             return Checkpoint()
-        loaded = sum(_read(file, scales, modules) for file in files)
-        return Checkpoint(loaded, scales, frozenset(modules))
+        loaded = sum(_read(file, scales, modules, weights) for file in files)
+        return Checkpoint(loaded, scales, frozenset(modules), frozenset(weights))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         return Checkpoint(problem=f"{folder}: its safetensors cannot be read ({error})")
 

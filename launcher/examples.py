@@ -248,4 +248,10 @@ EXAMPLES = {
     "FP4-104": {
         "asked": f"{_TRITON} --speculative-algorithm EAGLE3 --speculative-adaptive", "flags": "--speculative-adaptive",
     },
+    "FP4-110": {
+        "asked": "--fp4-gemm-backend flashinfer_cutlass for my-model", "path": "my-model",
+        "gemm": "flashinfer_cutlass", "gpu": "sm_90",
+    },
+    "FP4-111": _MODEL | {"where": "sm_90"},
+    "FP4-112": _MODEL,
 }

@@ -113,6 +113,9 @@ RULES = {
     "FP4-102": Rule(together.parts_tried_apart, UNTESTED, NVFP4),
     "FP4-103": Rule(together.shown_on_a_cpu_alone, UNTESTED, NVFP4),
     "FP4-104": Rule(drafter.drafting_changed, UNTESTED, NVFP4),
+    "FP4-110": Rule(models.nvfp4_weights_have_no_kernel, FAILS, NVFP4),
+    "FP4-111": Rule(models.scale_of_the_input_is_left_out, FAILS, NVFP4),
+    "FP4-112": Rule(models.scale_of_the_head_is_dropped, FAILS, NVFP4),
 }
 
 

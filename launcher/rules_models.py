@@ -2,6 +2,7 @@
 
 import reprlib
 
+from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD
 from launcher.model_kinds import GATED_DELTA, INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
 from sglang_fp4kv.formats import BLOCK_SIZE
 from sglang_fp4kv.served import BACKEND
@@ -170,3 +171,41 @@ def kv_scales_are_missing(launch):
 def safetensors_cannot_be_read(launch):
     problem = launch.target.checkpoint.problem if launch.target else None
     return _model(launch, bool, problem=problem) if problem else None
+
+
+_BLACKWELL = (10, 0)
+_MARLIN = "marlin"
+# SGLang's classes that load no more of a head than its weight (load_weights in srt/models/qwen3_5_text.py @ 0.5.23).
+_PLAIN_HEADS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+
+
+def _gemm(launch):
+    """What multiplies NVFP4 weights; None where SGLang chooses it by a GPU that is unknown."""
+    asked = launch.flags.fp4_gemm_runner_backend
+    if asked != "auto" or launch.gpu is None:
+        return asked if asked != "auto" else None
+    return _MARLIN if launch.gpu.capability < _BLACKWELL else asked
+
+
+def _holds(launch, kind):
+    return launch.target is not None and kind in launch.target.checkpoint.weights
+
+
+def nvfp4_weights_have_no_kernel(launch):
+    gemm, gpu = _gemm(launch), launch.gpu
+    if not _holds(launch, NVFP4_WEIGHTS) or gpu is None or gpu.capability >= _BLACKWELL or gemm == _MARLIN:
+        return None
+    asked = f"--fp4-gemm-backend {gemm} for {launch.target.path}"
+    return {"asked": asked, "gemm": gemm, "gpu": gpu.sm, "path": launch.target.path}
+
+
+def scale_of_the_input_is_left_out(launch):
+    if not _holds(launch, INPUT_SCALED) or not _holds(launch, NVFP4_WEIGHTS) or _gemm(launch) != _MARLIN:
+        return None
+    where = f"--fp4-gemm-backend {_MARLIN}" if launch.flags.fp4_gemm_runner_backend == _MARLIN else launch.gpu.sm
+    return _model(launch, bool, where=where)
+
+
+def scale_of_the_head_is_dropped(launch):
+    plain = launch.target is not None and any(name in _PLAIN_HEADS for name in launch.target.architectures)
+    return _model(launch, bool) if plain and _holds(launch, PACKED_HEAD) else None

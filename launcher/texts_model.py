@@ -248,4 +248,25 @@ TEXTS = {
         evidence="sglang_fp4kv/recurrent.py; tests/bench/results/h200_hybrid.json",
         help="--mamba-ssm-dtype float32",
     ),
+    "FP4-110": Text(
+        name="nvfp4-weights-without-a-kernel",
+        says="{path} has NVFP4 weights, which {gemm} cannot multiply on {gpu}",
+        why="that backend's kernels need Blackwell; SGLang says so after it has read all weights. On sm_80 to sm_90 Marlin multiplies them, which is what it chooses by itself",
+        evidence="ModelOptFp4LinearMethod in srt/layers/quantization/modelopt_quant.py @ sglang 0.5.23",
+        help="--fp4-gemm-backend marlin, or leave it out",
+    ),
+    "FP4-111": Text(
+        name="awq-weights-without-their-input-scale",
+        says="{path} has NVFP4 weights that are meant for a scaled input, and with {where} nothing scales it",
+        why="NVFP4_AWQ divides columns of the weights by what it multiplies the input with (pre_quant_scale); SGLang's way to Marlin, which it takes on sm_80 to sm_90, leaves that out, so every answer would be wrong",
+        evidence="ModelOptFp4LinearMethod.apply in srt/layers/quantization/modelopt_quant.py @ sglang 0.5.23",
+        help="a checkpoint in NVFP4 without AWQ",
+    ),
+    "FP4-112": Text(
+        name="scale-of-a-packed-head-is-dropped",
+        says="{path} has an NVFP4 head, whose scales this class of SGLang does not load",
+        why="the text-only classes of Qwen3.5 read lm_head.weight and nothing else of the head, so logits would come from scales that nobody wrote",
+        evidence="load_weights in srt/models/qwen3_5_text.py @ sglang 0.5.23",
+        help="a checkpoint whose head is left in BF16 (ModelOpt's default), or the one with the vision tower",
+    ),
 }

@@ -7,7 +7,9 @@ import struct
 
 import pytest
 
-from launcher.checkpoint import Checkpoint, read_checkpoint, weights_hash
+from launcher.checkpoint import (
+    INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD, Checkpoint, read_checkpoint, weights_hash,
+)  # fmt: skip
 from launches import scale, scales, write_safetensors
 
 
@@ -16,6 +18,21 @@ def test_weights_count_as_loaded(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", tensors)
     write_safetensors(tmp_path / "consolidated.safetensors", tensors)
     assert read_checkpoint(tmp_path) == Checkpoint(8 + 8 + 3, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("model.layers.0.mlp.up_proj.weight_scale_2", {NVFP4_WEIGHTS}),
+        ("model.layers.0.mlp.up_proj.weight_scale", set()),
+        ("model.layers.0.mlp.up_proj.pre_quant_scale", {INPUT_SCALED}),
+        ("lm_head.weight_scale", {PACKED_HEAD}),
+        ("lm_head.weight_scale_2", {NVFP4_WEIGHTS}),
+    ],
+)
+def test_packed_weights_are_known_by_their_scales(tmp_path, name, kinds):
+    write_safetensors(tmp_path / "model.safetensors", {name: ("F32", [1], bytes(4))})
+    assert read_checkpoint(tmp_path).weights == kinds
 
 
 def test_an_index_names_the_files(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from launcher.launch import memory
 from launcher.refusal import COLUMNS, TEXTS, render
 from launcher.rules import FAILS, RULES, UNTESTED, judge
-from launches import DFLASH, H200, HYBRID, MX, NO_GPU, NVFP4, WINDOWED, launch, machine, scales
+from launches import DFLASH, H200, HYBRID, MX, NO_GPU, NVFP4, WINDOWED, launch, machine, scale, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 UNDRAFTED = {"flags": NVFP4}
@@ -34,6 +34,14 @@ def dflash2(**changed):
     nested = {"target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16}
     nested |= {"selector_rank": 8, "selector_top_k": 4, "block_size": 8, **changed}
     return {"architectures": ["DFlash2DraftModel"], "block_size": None, "dflash_config": nested}
+
+
+PROJECTION = "model.layers.0.mlp.up_proj"
+
+
+def packed(*names):
+    """Tensors of NVFP4 weights, and some more of these names."""
+    return dict.fromkeys([f"{PROJECTION}.weight_scale_2", *names], scale(1.0))
 
 
 # Rule -> a launch on which it fires, and it alone.
@@ -119,6 +127,9 @@ CASES = {
     "FP4-102": {**plain("--tp-size", "2"), "target": WINDOWED, "with": ["FP4-103"]},
     "FP4-103": model(**WINDOWED),
     "FP4-104": drafted("--speculative-use-block-verification"),
+    "FP4-110": {**plain("--fp4-gemm-backend", "flashinfer_cutlass"), "tensors": packed()},
+    "FP4-111": {**plain(), "tensors": packed(f"{PROJECTION}.pre_quant_scale")},
+    "FP4-112": {**model(architectures=["Qwen3_5ForCausalLM"]), "tensors": packed("lm_head.weight_scale")},
 }  # fmt: skip
 
 
@@ -378,6 +389,43 @@ def test_a_missing_kv_scale_names_its_layers(tmp_path):
 def test_good_and_absent_kv_scales_pass(tmp_path):
     assert judge(launch(tmp_path, NVFP4, tensors=scales([0.5, 1.0, 1.0, 2.0]))) == []
     assert judge(launch(tmp_path, NVFP4, tensors={"w": ("BF16", [1], b"12")})) == []
+
+
+@pytest.mark.parametrize("asked", ["auto", "marlin"])
+@pytest.mark.parametrize("on", ["sm_80", "sm_90"])
+def test_nvfp4_weights_go_to_marlin_before_blackwell(tmp_path, asked, on):
+    flags = [*NVFP4, "--fp4-gemm-backend", asked]
+    untested = ["FP4-026"] if on == "sm_80" else []
+    assert [r.id for r in judge(launch(tmp_path, flags, tensors=packed(), on=machine(on)))] == untested
+    awq = packed(f"{PROJECTION}.pre_quant_scale")
+    found = judge(launch(tmp_path, flags, tensors=awq, on=machine(on)))
+    assert [r.id for r in found] == [*untested, "FP4-111"]
+    where = on if asked == "auto" else "--fp4-gemm-backend marlin"
+    assert f"and with {where} nothing scales it" in found[-1].says
+
+
+@pytest.mark.parametrize("gemm", ["auto", "flashinfer_cutlass"])
+def test_nvfp4_weights_have_their_kernels_on_blackwell(tmp_path, gemm):
+    for extra in ([], [f"{PROJECTION}.pre_quant_scale"]):
+        flags = [*NVFP4, "--fp4-gemm-backend", gemm]
+        case = launch(tmp_path, flags, tensors=packed(*extra), on=machine("sm_120"))
+        assert [r.id for r in judge(case)] == ["FP4-026"]
+    flags = [*NVFP4, "--fp4-gemm-backend", "marlin"]
+    assert [r.id for r in judge(launch(tmp_path, flags, tensors=packed(*extra), on=machine("sm_120")))] == [
+        "FP4-026", "FP4-111",
+    ]  # fmt: skip
+
+
+def test_other_weights_need_no_fp4_kernel(tmp_path):
+    flags = [*NVFP4, "--fp4-gemm-backend", "flashinfer_cutlass"]
+    plain_scale = {f"{PROJECTION}.weight_scale": scale(1.0), f"{PROJECTION}.pre_quant_scale": scale(1.0)}
+    assert judge(launch(tmp_path, flags, tensors=plain_scale)) == []
+    assert judge(launch(tmp_path, flags, tensors=packed(), on=machine(NO_GPU))) == []
+
+
+def test_a_packed_head_is_loaded_whole_by_other_classes(tmp_path):
+    case = launch(tmp_path, NVFP4, tensors=packed("lm_head.weight_scale"))
+    assert judge(case) == []
 
 
 def test_a_drafts_hash_is_compared(tmp_path):

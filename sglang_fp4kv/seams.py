@@ -76,6 +76,8 @@ SEAMS = {
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": (
         "self", "available_bytes", "page_size",
     ),
+    "sglang.srt.layers.quantization.fp4_utils.get_fp4_gemm_runner_backend": (),
+    "sglang.srt.models.qwen3_5._maybe_enable_silu_fp4_quant_fusion": ("mlp",),
     "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.weight_update_runners": ("self",),
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     ".get_internal_state": ("self", "recv_req"),

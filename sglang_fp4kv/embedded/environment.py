@@ -33,6 +33,7 @@ _FLAGS: tuple[tuple[str, str | None, str], ...] = (
     ("--max-total-tokens", "8192", "a pool sized from free memory would be gigabytes"),
     ("--max-running-requests", "8", "the kernels run one program after another"),
     ("--hicache-io-backend", "direct", "the hierarchical cache's copy kernels need a GPU"),
+    ("--fp4-gemm-backend", "marlin", "NVFP4 weights are decoded, and activations are left as they are"),
     ("--triton-attention-num-kv-splits", "2", "a split is a program and costs milliseconds"),
     ("--watchdog-timeout", "3600", "a long prompt in the interpreter is slow, not hung"),
     ("--sleep-on-idle", None, "a scheduler that waits in a loop takes a whole core from the others"),

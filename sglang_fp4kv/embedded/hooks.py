@@ -7,7 +7,7 @@ after the weights are loaded, so a hook that SGLang failed to apply stops the se
 
 import torch
 
-from sglang_fp4kv.embedded import ranks, recurrent, trees
+from sglang_fp4kv.embedded import fp4_weights, ranks, recurrent, trees
 
 BLOCK_SCALED_POOL = "the block-scaled (fp4 / mxfp8) KV pool"
 
@@ -17,7 +17,7 @@ _TILES = (
     "sglang.kernels.ops.attention.extend_attention._get_block_sizes_for_extend_attention"
 )
 _TOP_K = "sglang.srt.models.dflash._radix_topk"
-TARGETS = (_REJECT, _IS_FP4, _TILES, _TOP_K, *trees.TARGETS, *ranks.TARGETS, *recurrent.TARGETS)
+TARGETS = (_REJECT, _IS_FP4, _TILES, _TOP_K, *trees.TARGETS, *ranks.TARGETS, *recurrent.TARGETS, *fp4_weights.TARGETS)
 
 # Query rows and keys of one tile. A tile costs the interpreter milliseconds, whatever its size:
 # 600 new tokens on 300 take 0.23 s a layer instead of 0.75 s with the 64 x 64 of an unknown GPU.
@@ -32,7 +32,7 @@ def install() -> None:
     HookRegistry.register(_IS_FP4, is_float4_e2m1fn_x2, HookType.REPLACE)
     HookRegistry.register(_TILES, large_tiles, HookType.AFTER)
     HookRegistry.register(_TOP_K, torch_top_k, HookType.REPLACE)
-    for part in (trees, ranks, recurrent):
+    for part in (trees, ranks, recurrent, fp4_weights):
         part.install(HookRegistry, HookType)
 
 

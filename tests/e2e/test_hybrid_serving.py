@@ -172,13 +172,3 @@ def test_pools_and_states_are_as_planned_to_the_token(request, models, side):
     assert BUDGET_BYTES - report["budget"]["available_bytes"] == row.state_bytes
     assert states["slots"] == row.state_slots and states["slot_bytes"] == plan.states["slot_bytes"]
     assert (states["layers"], states["dtype"], states["snapshot_tokens"]) == (6, "float32", CHUNK)
-
-
-def test_scales_of_a_checkpoint_and_narrow_states_arrive(scratch):
-    """ModelOpt's format with every weight left in BF16: its NVFP4 weights need a GPU, its KV scales do not."""
-    target = build_hybrid(scratch / "calibrated", scales=(0.25, 0.125))
-    flags = ("--mamba-ssm-dtype", "bfloat16")
-    with serve(target, scratch / "calibrated.log", *flags, ready="/server_info") as server:
-        report = fp4kv_report(server_info(server.url))
-    assert report["target"]["global_scales"] == {"source": "checkpoint", "k": [0.25] * 2, "v": [0.125] * 2}
-    assert report["states"]["dtype"] == "bfloat16"

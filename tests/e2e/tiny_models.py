@@ -85,22 +85,11 @@ TINY_HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 INTERVAL = 4
-# As ModelOpt writes it for NVFP4 weights and FP8 KV, here with every weight left in BF16.
-MODELOPT = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-    "group_size": 16,
-    "ignore": ["*"],
-}
 
 
-def build_hybrid(folder: Path, seed: int = 0, scales: tuple | None = None, **sizes: int) -> Path:
-    """A dense Qwen3.5 text model with random BF16 weights and a byte tokenizer.
-
-    ``sizes``: instead of those of TINY_HYBRID. ``scales``: k_scale and v_scale of every layer that keeps K and V,
-    as a checkpoint that was calibrated for FP8 KV carries them.
-    """
+def build_hybrid(folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """A dense Qwen3.5 text model with random BF16 weights and a byte tokenizer; ``sizes``: instead of those of
+    TINY_HYBRID."""
     config = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -124,16 +113,10 @@ def build_hybrid(folder: Path, seed: int = 0, scales: tuple | None = None, **siz
     layers = config["num_hidden_layers"]
     kinds = ["full_attention" if i % INTERVAL == INTERVAL - 1 else "linear_attention" for i in range(layers)]
     config["layer_types"] = kinds
-    if scales is not None:
-        config["quantization_config"] = MODELOPT
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in _hybrid_shapes(config).items():
         tensors[name] = _hybrid_weight(name, shape, generator).to(torch.bfloat16)
-    for i, kind in enumerate(kinds):
-        if scales is not None and kind == "full_attention":
-            for side, value in zip("kv", scales, strict=True):
-                tensors[f"model.layers.{i}.self_attn.{side}_proj.{side}_scale"] = torch.tensor(value)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -53,12 +53,14 @@ BF16_STATES = ("--mamba-ssm-dtype", "bfloat16")
 
 @dataclass(frozen=True)
 class Server:
-    """``drafter``: None, "oracle" or "random". ``reference``: the server whose answers its own are held to."""
+    """``drafter``: None, "oracle" or "random". ``reference``: the server whose answers its own are held to.
+    ``target``: which of its run's targets it serves."""
 
     kv: str
     drafter: str | None = None
     flags: tuple = ()
     reference: str | None = None
+    target: str = "bf16"
 
 
 SERVERS = {
@@ -108,51 +110,54 @@ def ask(url, drafted):
 
 
 class Run:
-    """All servers, started together; those without a reference are asked first."""
+    """``servers`` by name, each after its reference, and folders of their ``targets``.
 
-    def __init__(self, scratch, logs):
+    They are started together and asked one after the other.
+    """
+
+    def __init__(self, scratch, logs, servers, targets):
         self.scratch, self.logs, self.progress = scratch, logs, Progress()
-        self.target = build_hybrid(scratch / "target", **SIZES)
-        self.draft = build_draft(scratch / "draft", self.target)
+        self.servers, self.targets = servers, targets
+        self.draft = build_draft(scratch / "draft", targets["bf16"])
         self.answers, self.reports = {}, {}
 
     def case(self, name):
-        server = SERVERS[name]
+        server = self.servers[name]
         flags = [*COMMON, "--kv-cache-dtype", server.kv, *server.flags]
         if server.drafter:
             flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(self.draft)]
         draft = self.draft if server.drafter else None
-        return Case(name, self.target, draft, server.kv, flags, BUDGET)
+        return Case(name, self.targets[server.target], draft, server.kv, flags, BUDGET)
 
     def oracle(self, name):
         return self.scratch / f"recorded-{name.replace(' ', '-')}.json"
 
     def start(self, name):
-        case, server = self.case(name), SERVERS[name]
+        case, server = self.case(name), self.servers[name]
         env = {**os.environ, "FP4KV_KV_BUDGET_BYTES": str(BUDGET)}
         env["PYTHONPATH"] = plugin_path(env)
         if server.drafter == "oracle":
             env["FP4KV_ORACLE"] = str(self.oracle(server.reference))
         port = free_port()
         argv, env = launch_command(
-            ["--model-path", str(self.target), *case.flags, "--port", str(port)], environ=env
+            ["--model-path", str(case.target), *case.flags, "--port", str(port)], environ=env
         )
         return ServerProcess(argv, env, self.logs / f"{name.replace(' ', '-')}.log", port).start()
 
     def go(self):
         running = {}
         try:
-            for name in SERVERS:
+            for name in self.servers:
                 running[name] = self.start(name)
             with ThreadPoolExecutor(len(running)) as pool:
                 waits = pool.map(lambda s: s.wait_ready(START_SECONDS, path="/health"), running.values())
                 for name, seconds in zip(running, waits, strict=True):
                     self.progress(f"{name} ready after {seconds:.0f} s")
-            for name in sorted(SERVERS, key=lambda name: SERVERS[name].reference is not None):
-                self.answers[name] = ask(running[name].url, SERVERS[name].drafter is not None)
+            for name, server in self.servers.items():
+                self.answers[name] = ask(running[name].url, server.drafter is not None)
                 self.reports[name] = fp4kv_report(server_info(running[name].url))
                 self.progress(f"{name} asked")
-                if SERVERS[name].reference is None:
+                if server.drafter is None:
                     self.record(name)
         finally:
             with ThreadPoolExecutor(max(1, len(running))) as pool:
@@ -172,14 +177,16 @@ def held_to(run, name, number, tokens, reference=None):
 
     A drafted run brings no margins, so these are its undrafted reference's; after a parting they are not its own.
     """
-    margins = run.answers[SERVERS[name].reference or name].alone[number].gaps
+    server = run.servers[name]
+    sure = name if reference is None and server.drafter is None else server.reference or name
+    margins = run.answers[sure].alone[number].gaps
     theirs = run.answers[reference or name].alone[number].tokens
-    return compare(theirs, tokens, margins, NEAR_TIE_BOUNDS[SERVERS[name].kv])
+    return compare(theirs, tokens, margins, NEAR_TIE_BOUNDS[server.kv])
 
 
 def findings(run, name):
     """Comparisons of one server, and what is wrong with it as texts."""
-    server, answers, report = SERVERS[name], run.answers[name], run.reports[name]
+    server, answers, report = run.servers[name], run.answers[name], run.reports[name]
     row, differ = compare_plan(run.case(name), report)
     wrong = [f"plan: {what} {pair}" for what, pair in differ.items()]
     states, asked = report["states"], "bfloat16" if BF16_STATES[0] in server.flags else "float32"
@@ -213,33 +220,45 @@ def findings(run, name):
     return {"comparisons": found, "cached_tokens": cached, "report": report, "plan": row, "wrong": wrong}
 
 
-def main():
+def arguments(description):
+    """OUT and --logs of a phase like this one; the logs' folder is there afterwards."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--logs", type=Path, required=True)
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Run(Path(scratch), args.logs)
-        run.go()
-        found = {name: findings(run, name) for name in SERVERS}
+    return args
+
+
+def finish(out, module, begun, found, **more):
+    """Writes and prints what ``module`` found of each server; its exit code."""
     failed = [name for name, entry in found.items() if entry["wrong"]]
     for name, entry in found.items():
         print(name, json.dumps(entry["comparisons"]), *entry["wrong"], sep="\n  ")
     content = {
-        **origin("tests.gpu.hybrid"),
+        **origin(module),
         "seconds": round(time.monotonic() - begun, 1),
         "sizes": SIZES,
+        **more,
         "near_tie_bounds": NEAR_TIE_BOUNDS,
         "failed": failed,
         "servers": found,
     }
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+    out.write_text(json.dumps(content, indent=1) + "\n")
     print(f"failed: {failed}" if failed else "OK")
     return 3 if failed else 0
+
+
+def main():
+    args, begun = arguments(__doc__), time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        target = build_hybrid(Path(scratch, "target"), **SIZES)
+        run = Run(Path(scratch), args.logs, SERVERS, {"bf16": target})
+        run.go()
+        found = {name: findings(run, name) for name in SERVERS}
+    return finish(args.out, "tests.gpu.hybrid", begun, found)
 
 
 if __name__ == "__main__":

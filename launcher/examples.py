@@ -254,4 +254,5 @@ EXAMPLES = {
     },
     "FP4-111": _MODEL | {"where": "sm_90"},
     "FP4-112": _MODEL,
+    "FP4-113": _MODEL,
 }

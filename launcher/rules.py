@@ -116,6 +116,7 @@ RULES = {
     "FP4-110": Rule(models.nvfp4_weights_have_no_kernel, FAILS, NVFP4),
     "FP4-111": Rule(models.scale_of_the_input_is_left_out, FAILS, NVFP4),
     "FP4-112": Rule(models.scale_of_the_head_is_dropped, FAILS, NVFP4),
+    "FP4-113": Rule(models.nvfp4_weights_on_a_gpu, UNTESTED, NVFP4),
 }
 
 

@@ -209,3 +209,7 @@ def scale_of_the_input_is_left_out(launch):
 def scale_of_the_head_is_dropped(launch):
     plain = launch.target is not None and any(name in _PLAIN_HEADS for name in launch.target.architectures)
     return _model(launch, bool) if plain and _holds(launch, PACKED_HEAD) else None
+
+
+def nvfp4_weights_on_a_gpu(launch):
+    return _model(launch, bool) if _holds(launch, NVFP4_WEIGHTS) and launch.flags.device != "cpu" else None

@@ -269,4 +269,11 @@ TEXTS = {
         evidence="load_weights in srt/models/qwen3_5_text.py @ sglang 0.5.23",
         help="a checkpoint whose head is left in BF16 (ModelOpt's default), or the one with the vision tower",
     ),
+    "FP4-113": Text(
+        name="nvfp4-weights-on-a-gpu",
+        says="{path} has NVFP4 weights, and no result on file shows them beside NVFP4 KV on a GPU",
+        why="the server that was tested runs on the CPU, where the kit decodes the weights; a GPU multiplies them as they are, and SGLang then takes other ways around the attention too. It takes tests/gpu/session.sh OUT_DIR weights on such a GPU",
+        evidence="tests/e2e/test_nvfp4_weights.py, on the CPU; tests/gpu/weights.py",
+        help=f"--allow FP4-113, or {_FP8}",
+    ),
 }

@@ -127,9 +127,13 @@ CASES = {
     "FP4-102": {**plain("--tp-size", "2"), "target": WINDOWED, "with": ["FP4-103"]},
     "FP4-103": model(**WINDOWED),
     "FP4-104": drafted("--speculative-use-block-verification"),
-    "FP4-110": {**plain("--fp4-gemm-backend", "flashinfer_cutlass"), "tensors": packed()},
-    "FP4-111": {**plain(), "tensors": packed(f"{PROJECTION}.pre_quant_scale")},
-    "FP4-112": {**model(architectures=["Qwen3_5ForCausalLM"]), "tensors": packed("lm_head.weight_scale")},
+    "FP4-110": {**plain("--fp4-gemm-backend", "flashinfer_cutlass"), "tensors": packed(), "with": ["FP4-113"]},
+    "FP4-111": {**plain(), "tensors": packed(f"{PROJECTION}.pre_quant_scale"), "with": ["FP4-113"]},
+    "FP4-112": {
+        **model(architectures=["Qwen3_5ForCausalLM"]), "tensors": packed("lm_head.weight_scale"),
+        "with": ["FP4-113"],
+    },
+    "FP4-113": {**plain(), "tensors": packed()},
 }  # fmt: skip
 
 
@@ -396,12 +400,13 @@ def test_good_and_absent_kv_scales_pass(tmp_path):
 def test_nvfp4_weights_go_to_marlin_before_blackwell(tmp_path, asked, on):
     flags = [*NVFP4, "--fp4-gemm-backend", asked]
     untested = ["FP4-026"] if on == "sm_80" else []
-    assert [r.id for r in judge(launch(tmp_path, flags, tensors=packed(), on=machine(on)))] == untested
+    kept = judge(launch(tmp_path, flags, tensors=packed(), on=machine(on)))
+    assert [r.id for r in kept] == [*untested, "FP4-113"]
     awq = packed(f"{PROJECTION}.pre_quant_scale")
-    found = judge(launch(tmp_path, flags, tensors=awq, on=machine(on)))
-    assert [r.id for r in found] == [*untested, "FP4-111"]
+    found = {r.id: r for r in judge(launch(tmp_path, flags, tensors=awq, on=machine(on)))}
+    assert [*found] == [*untested, "FP4-111", "FP4-113"]
     where = on if asked == "auto" else "--fp4-gemm-backend marlin"
-    assert f"and with {where} nothing scales it" in found[-1].says
+    assert f"and with {where} nothing scales it" in found["FP4-111"].says
 
 
 @pytest.mark.parametrize("gemm", ["auto", "flashinfer_cutlass"])
@@ -409,23 +414,23 @@ def test_nvfp4_weights_have_their_kernels_on_blackwell(tmp_path, gemm):
     for extra in ([], [f"{PROJECTION}.pre_quant_scale"]):
         flags = [*NVFP4, "--fp4-gemm-backend", gemm]
         case = launch(tmp_path, flags, tensors=packed(*extra), on=machine("sm_120"))
-        assert [r.id for r in judge(case)] == ["FP4-026"]
+        assert [r.id for r in judge(case)] == ["FP4-026", "FP4-113"]
     flags = [*NVFP4, "--fp4-gemm-backend", "marlin"]
-    assert [r.id for r in judge(launch(tmp_path, flags, tensors=packed(*extra), on=machine("sm_120")))] == [
-        "FP4-026", "FP4-111",
-    ]  # fmt: skip
+    case = launch(tmp_path, flags, tensors=packed(*extra), on=machine("sm_120"))
+    assert [r.id for r in judge(case)] == ["FP4-026", "FP4-111", "FP4-113"]
 
 
 def test_other_weights_need_no_fp4_kernel(tmp_path):
     flags = [*NVFP4, "--fp4-gemm-backend", "flashinfer_cutlass"]
     plain_scale = {f"{PROJECTION}.weight_scale": scale(1.0), f"{PROJECTION}.pre_quant_scale": scale(1.0)}
     assert judge(launch(tmp_path, flags, tensors=plain_scale)) == []
-    assert judge(launch(tmp_path, flags, tensors=packed(), on=machine(NO_GPU))) == []
+    unknown = launch(tmp_path, flags, tensors=packed(), on=machine(NO_GPU))
+    assert [r.id for r in judge(unknown)] == ["FP4-113"]
 
 
 def test_a_packed_head_is_loaded_whole_by_other_classes(tmp_path):
-    case = launch(tmp_path, NVFP4, tensors=packed("lm_head.weight_scale"))
-    assert judge(case) == []
+    head = packed("lm_head.weight_scale")
+    assert judge(launch(tmp_path, [*NVFP4, "--device", "cpu"], tensors=head)) == []
 
 
 def test_a_drafts_hash_is_compared(tmp_path):
@@ -546,7 +551,7 @@ def test_only_what_has_no_result_is_untested():
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-058",
         "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
-        "FP4-102", "FP4-103", "FP4-104",
+        "FP4-102", "FP4-103", "FP4-104", "FP4-113",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import machine
+from launches import NVFP4, machine
 from safetensors.torch import load_file, save_file
 
 from launcher.checkpoint import NVFP4_WEIGHTS, read_checkpoint
@@ -102,7 +102,7 @@ def test_activations_are_fused_for_other_kernels_alone(monkeypatch, marlin):
 
 
 def judged(folder):
-    flags = ["--model-path", str(folder), "--kv-cache-dtype", "nvfp4", "--attention-backend", "triton", "--device", "cpu"]
+    flags = ["--model-path", str(folder), *NVFP4, "--device", "cpu"]
     return judge(Launch(parse(flags), read_facts(str(folder), "--model-path"), None, machine()))
 
 

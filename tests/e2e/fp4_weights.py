@@ -63,7 +63,8 @@ def pack_weights(
         for side, value in zip("kv", pair, strict=True):
             name = f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"
             packed[name] = twin[name] = torch.tensor(value)
-    excluded = [name.removesuffix(".weight") for name in tensors if name.endswith(tuple(f"{m}.weight" for m in LEFT_OUT))]
+    left_out = tuple(f"{name}.weight" for name in LEFT_OUT)
+    excluded = [name.removesuffix(".weight") for name in tensors if name.endswith(left_out)]
     result = Pair(folder / "packed", folder / "twin")
     for place, content in ((result.packed, packed), (result.twin, twin)):
         shutil.copytree(source, place)

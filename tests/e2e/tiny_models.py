@@ -85,11 +85,17 @@ TINY_HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 INTERVAL = 4
+# What a Qwen3.5-MoE has in place of the MLP of every layer: routed experts, and a gated one for all tokens.
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 
 
 def build_hybrid(folder: Path, seed: int = 0, **sizes: int) -> Path:
-    """A dense Qwen3.5 text model with random BF16 weights and a byte tokenizer; ``sizes``: instead of those of
-    TINY_HYBRID."""
+    """A Qwen3.5 text model with random BF16 weights and a byte tokenizer.
+
+    ``sizes``: instead of those of TINY_HYBRID; with the keys of EXPERTS it is a Qwen3.5-MoE.
+    """
     config = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -110,6 +116,8 @@ def build_hybrid(folder: Path, seed: int = 0, **sizes: int) -> Path:
         **sizes,
     }
     config["intermediate_size"] = 2 * config["hidden_size"]
+    if "num_experts" in sizes:
+        config |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
     layers = config["num_hidden_layers"]
     kinds = ["full_attention" if i % INTERVAL == INTERVAL - 1 else "linear_attention" for i in range(layers)]
     config["layer_types"] = kinds
@@ -151,9 +159,7 @@ def _hybrid_shapes(config: dict) -> dict[str, tuple]:
         "linear_attn.dt_bias": (values,),
     }
     shared = {
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+        **(_expert_shapes(config) if "num_experts" in config else _mlp_shapes("mlp", hidden, inner)),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
@@ -163,6 +169,22 @@ def _hybrid_shapes(config: dict) -> dict[str, tuple]:
         own = attention if kind == "full_attention" else recurrent
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in {**shared, **own}.items()}
     return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple]:
+    shapes = {f"{name}.{side}_proj.weight": (inner, hidden) for side in ("gate", "up")}
+    return shapes | {f"{name}.down_proj.weight": (hidden, inner)}
+
+
+def _expert_shapes(config: dict) -> dict[str, tuple]:
+    hidden, experts, inner = (config[key] for key in ("hidden_size", "num_experts", "moe_intermediate_size"))
+    return {
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
+        "mlp.experts.down_proj": (experts, hidden, inner),
+        **_mlp_shapes("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"]),
+        "mlp.shared_expert_gate.weight": (1, hidden),
+    }
 
 
 def _hybrid_weight(name: str, shape: tuple, generator: torch.Generator) -> torch.Tensor:

@@ -1,12 +1,16 @@
 """Gated-delta hybrids on a GPU: drafted against undrafted, prefix cache, chunks, pools and plans.
 
-usage: python -m tests.gpu.hybrid OUT.json --logs FOLDER
+usage: python -m tests.gpu.hybrid OUT.json --logs FOLDER [--moe]
 
 A Qwen3.5 text model with random weights (8 layers, of which two keep K and V; hidden size 512, 8 query and 2 KV
 heads of 256, recurrent heads of 128) is served ten times at once with CUDA graphs: BF16, FP8 and NVFP4 KV, alone
 and with an oracle drafter; NVFP4 with a random drafter and eager; NVFP4 with states in BF16, alone and with the
 oracle. Random weights put near-ties everywhere, so BF16 KV is the control: what parts there is the GPU's rounding.
 Exit code 3 when a pool, a state or a plan is not as asked, or an answer parts above a near-tie.
+
+--moe: a Qwen3.5-MoE of these sizes with 64 experts, 8 a token, and a shared one, in SGLang's fused MoE kernel, by the
+four servers with NVFP4 KV and states in FP32. Beside them `fp4kv serve` starts one with the random drafter, which has
+to pass its proof and canary.
 """
 
 import argparse
@@ -25,7 +29,7 @@ import requests
 from launcher.client import fp4kv_report, generate, server_info
 from launcher.demo import Progress
 from launcher.equality import NEAR_TIE_BOUNDS, compare
-from launcher.process import ServerProcess, free_port
+from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.server import plugin_path
 from tests.e2e.tiny_models import build_draft, build_hybrid
@@ -39,6 +43,9 @@ SIZES = {
     "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "vocab_size": 4096, "eos_token_id": 4095,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
 }  # fmt: skip
 CHUNK = 512
 LENGTHS = (5, 60, 130, 400, 700, 1500)  # the last two in two and three chunks
@@ -75,6 +82,8 @@ SERVERS = {
     "nvfp4 bf16 states": Server("nvfp4", flags=BF16_STATES),
     "nvfp4 bf16 states oracle": Server("nvfp4", "oracle", BF16_STATES, "nvfp4 bf16 states"),
 }
+WITH_EXPERTS = {name: SERVERS[name] for name in ("nvfp4", "nvfp4 eager", "nvfp4 oracle", "nvfp4 random")}
+HELD = "fp4kv serve"
 
 
 def prompts():
@@ -132,10 +141,12 @@ class Run:
     def oracle(self, name):
         return self.scratch / f"recorded-{name.replace(' ', '-')}.json"
 
-    def start(self, name):
-        case, server = self.case(name), self.servers[name]
+    def environment(self):
         env = {**os.environ, "FP4KV_KV_BUDGET_BYTES": str(BUDGET)}
-        env["PYTHONPATH"] = plugin_path(env)
+        return {**env, "PYTHONPATH": plugin_path(env)}
+
+    def start(self, name):
+        case, server, env = self.case(name), self.servers[name], self.environment()
         if server.drafter == "oracle":
             env["FP4KV_ORACLE"] = str(self.oracle(server.reference))
         port = free_port()
@@ -162,6 +173,22 @@ class Run:
         finally:
             with ThreadPoolExecutor(max(1, len(running))) as pool:
                 list(pool.map(lambda server: server.stop(grace=2), running.values()))
+
+    def go_held(self, name):
+        """What `fp4kv serve` says until the server ``name`` serves or has ended, and what is wrong with that."""
+        case, port, log = self.case(name), free_port(), self.logs / "fp4kv-serve.log"
+        argv = [sys.executable, "-m", "launcher.cli", "serve", "--", "--model-path", str(case.target)]
+        argv += [*case.flags, "--port", str(port)]
+        wrong = []
+        with ServerProcess(argv, self.environment(), log, port) as server:
+            try:
+                server.wait_ready(START_SECONDS, path="/health")
+            except ServerFailed as error:
+                wrong.append(f"not served: {error}")
+        said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(HELD)]
+        if not any("canary passed: " in line for line in said):
+            wrong.append("the canary has not passed")
+        return {"comparisons": {"said": said}, "wrong": wrong}
 
     def record(self, name):
         answers = self.answers[name].alone
@@ -220,13 +247,15 @@ def findings(run, name):
     return {"comparisons": found, "cached_tokens": cached, "report": report, "plan": row, "wrong": wrong}
 
 
-def arguments(description):
-    """OUT and --logs of a phase like this one; the logs' folder is there afterwards."""
+def arguments(description, *switches):
+    """OUT, --logs and ``switches`` of a phase like this one; the logs' folder is there afterwards."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--logs", type=Path, required=True)
+    for switch in switches:
+        parser.add_argument(switch, action="store_true")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     return args
@@ -252,13 +281,17 @@ def finish(out, module, begun, found, **more):
 
 
 def main():
-    args, begun = arguments(__doc__), time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        target = build_hybrid(Path(scratch, "target"), **SIZES)
-        run = Run(Path(scratch), args.logs, SERVERS, {"bf16": target})
+    args, begun = arguments(__doc__, "--moe"), time.monotonic()
+    sizes, servers = (SIZES | EXPERTS, WITH_EXPERTS) if args.moe else (SIZES, SERVERS)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as beside:
+        target = build_hybrid(Path(scratch, "target"), **sizes)
+        run = Run(Path(scratch), args.logs, servers, {"bf16": target})
+        held = beside.submit(run.go_held, "nvfp4 random") if args.moe else None
         run.go()
-        found = {name: findings(run, name) for name in SERVERS}
-    return finish(args.out, "tests.gpu.hybrid", begun, found)
+        found = {name: findings(run, name) for name in servers}
+        if held:
+            found[HELD] = held.result()
+    return finish(args.out, "tests.gpu.hybrid", begun, found, sizes=sizes)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class Canary:
         wanted any more.
         """
         deadline = time.monotonic() + seconds
-        prompts = [p for p in self._prompts(deadline) if len(p.tokens) + NEW_TOKENS < self.room]
+        prompts = [p for p in self.prompts(deadline) if len(p.tokens) + NEW_TOKENS < self.room]
         if not prompts:
             return Outcome((f"no prompt of the canary fits into {self.room} tokens",), "")
         trials = [
@@ -141,7 +141,7 @@ class Canary:
             raise TimeoutError("the time for the canary is over")
         return {**self.access, "timeout_s": left}
 
-    def _prompts(self, deadline):
+    def prompts(self, deadline):
         """The prompts in the server's own tokens, made-up ids where it has no tokenizer."""
 
         def tokens(**what):
@@ -208,8 +208,10 @@ class Trial:
         who = "verify" if canary.drafted else "decode"
         far = [i for i, regret in enumerate(self.pooled.regrets) if regret >= canary.bound]
         if far:
+            # Of a prompt of which nothing is kept, prefill computes all anew.
+            parted = "read the same pool differently" if self.pooled.cached_tokens else "part"
             yield self.evidence(
-                f"{who} and prefill read the same pool differently from token {far[0]} on "
+                f"{who} and prefill {parted} from token {far[0]} on "
                 f"(gap {self.pooled.regrets[far[0]]:.2f}, a near-tie is below {canary.bound:g})",
                 self.pooled,
             )
@@ -266,9 +268,11 @@ def _made_up_prompts():
 def _summary(canary, trials, cost):
     answers = [trial.first for trial in trials]
     tokens = sum(len(answer.tokens) for answer in answers)
+    over_pool = sum(len(trial.first.tokens) for trial in trials if trial.pooled.cached_tokens)
     ties = sum(regret > 0 for trial in trials for regret in trial.pooled.regrets)
     parts = [
-        f"{len(trials)} prompts, {tokens} tokens equal to prefill's over the same pool"
+        f"{len(trials)} prompts, {tokens} tokens equal to prefill's"
+        + (" over the same pool" if over_pool == tokens else f", {over_pool} of them over the same pool")
         + (f" ({ties} near-ties)" if ties else ""),
         f"{cost:.3f} a token against a pass without the pool",
     ]

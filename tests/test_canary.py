@@ -190,6 +190,14 @@ def test_a_cache_that_is_off_or_keeps_larger_pages_need_not_be_hit(model):
     assert canary(model("no cache"), page_size=4096).run(60).failures == ()
 
 
+def test_a_pass_that_found_nothing_in_the_pool_is_not_said_to_have_read_it(model):
+    """A model with recurrent states keeps nothing of a short prompt."""
+    summary = canary(model("no cache"), page_size=None).run(60).summary
+    assert summary.startswith(f"4 prompts, {4 * NEW_TOKENS} tokens equal to prefill's, 0 of them over the same pool;")
+    text = canary(model("no cache", "verify"), page_size=None).run(60).failures[0]
+    assert "verify and prefill part from token 0 on (gap 6.00, " in text
+
+
 @pytest.mark.parametrize("flaw", ["no tokenizer", "no template"])
 def test_no_tokenizer_or_template_is_needed(model, flaw):
     outcome = canary(model(flaw)).run(60)

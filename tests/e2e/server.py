@@ -76,7 +76,7 @@ def marked_processes(marker: str) -> list[tuple[int, str]]:
 class Serving:
     """One run of `fp4kv serve --embedded`, watched from outside as its users see it."""
 
-    def __init__(self, flags: list[str], log: Path, env: dict[str, str], port: int) -> None:
+    def __init__(self, flags: list[str], log: Path, env: dict[str, str], port: int, watched: bool) -> None:
         self.marker = f"fp4kv-test-{uuid.uuid4().hex}"
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
@@ -91,7 +91,8 @@ class Serving:
                 env={**os.environ, **env, "FP4KV_TEST_MARKER": self.marker},
             )
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
+        if watched:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         """A user who asks for an answer again and again, from the start to the end."""
@@ -137,9 +138,13 @@ def serving(
     log: Path,
     env: dict[str, str] | None = None,
     port: int | None = None,
+    watched: bool = True,
 ) -> Iterator[Serving]:
-    """`fp4kv serve --embedded` with these flags; killed, if it still runs, when the block ends."""
-    server = Serving(flags, log, env or {}, port or free_port())
+    """`fp4kv serve --embedded` with these flags; killed, if it still runs, when the block ends.
+
+    `watched`: whether a user asks for an answer all the time, which a server on a CPU has little time for.
+    """
+    server = Serving(flags, log, env or {}, port or free_port(), watched)
     try:
         yield server
     finally:

@@ -18,7 +18,7 @@ from launcher.plan_rows import Budget, make_plan
 from sglang_fp4kv import formats
 from tests.e2e.server import embedded_server, empty_cache, plugin_path
 from tests.e2e.test_nvfp4_memory import ask_together, tokens_of, used_tokens
-from tests.e2e.tiny_models import INTERVAL, TINY_HYBRID, build_draft, build_hybrid
+from tests.e2e.tiny_models import INTERVAL, build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e
 
@@ -81,13 +81,15 @@ def models(scratch):
     return target, build_draft(scratch / "draft", target)
 
 
-def serve(model, log, *flags, ready="/health", **env):
-    path = plugin_path()
-    env = {
-        "PYTHONPATH": path, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+def environment(**env):
+    return {
+        "PYTHONPATH": plugin_path(), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "FP4KV_KV_BUDGET_BYTES": str(BUDGET_BYTES), **env,
     }  # fmt: skip
-    return embedded_server(model, *FLAGS, *flags, log=log, env=env, ready=ready)
+
+
+def serve(model, log, *flags, ready="/health", **env):
+    return embedded_server(model, *FLAGS, *flags, log=log, env=environment(**env), ready=ready)
 
 
 @pytest.fixture(scope="module")
@@ -147,28 +149,34 @@ def test_every_slot_comes_back(either):
     assert either.used_tokens == 0
 
 
-def planned(models, drafted):
-    target, draft = models
-    flags = parse(["--model-path", str(target), *FLAGS, *(drafter(draft) if drafted else ())])
-    facts = [read_facts(str(target), "MODEL"), read_facts(str(draft), "--draft") if drafted else None]
+def planned(target, draft):
+    flags = parse(["--model-path", str(target), *FLAGS, *(drafter(draft) if draft else ())])
+    facts = [read_facts(str(target), "MODEL"), read_facts(str(draft), "--draft") if draft else None]
     plan = make_plan(*facts, flags, Budget(pools=BUDGET_BYTES), {}, None)
-    wanted = ("nvfp4", "fp8_e4m3" if drafted else None)
+    wanted = ("nvfp4", "fp8_e4m3" if draft else None)
     return plan, next(row for row in plan.rows if (row.kv, row.drafter) == wanted and not row.workspace)
 
 
-@pytest.mark.parametrize("side", ["undrafted", "drafted"])
-def test_pools_and_states_are_as_planned_to_the_token(request, models, side):
-    report = request.getfixturevalue(side).report
-    plan, row = planned(models, side == "drafted")
-    target, states = report["target"], report["states"]
-    layers = TINY_HYBRID["num_hidden_layers"] // INTERVAL
-    per_token = formats.bytes_per_token(TINY_HYBRID["head_dim"], TINY_HYBRID["num_key_value_heads"], layers)
-    assert target["class"] == "sglang_fp4kv.pool.NVFP4TokenToKVPool"
-    assert target["backend"] == "sglang_fp4kv.attention.TritonAttnBackend"
-    assert target["layers"] == layers and target["bytes_per_token"] == row.target_bytes == per_token
-    assert target["allocated_bytes"] == per_token * target["slots"]
+def check_pools(report, target, draft):
+    """The server's ``report`` beside the plan of the same flags, to the token. ``draft``: None without a drafter."""
+    plan, row = planned(target, draft)
+    config = json.loads((target / "config.json").read_text())
+    layers = config["num_hidden_layers"] // INTERVAL
+    recurrent = config["num_hidden_layers"] - layers
+    per_token = formats.bytes_per_token(config["head_dim"], config["num_key_value_heads"], layers)
+    pool, states = report["target"], report["states"]
+    assert pool["class"] == "sglang_fp4kv.pool.NVFP4TokenToKVPool"
+    assert pool["backend"] == "sglang_fp4kv.attention.TritonAttnBackend"
+    assert pool["layers"] == layers and pool["bytes_per_token"] == row.target_bytes == per_token
+    assert pool["allocated_bytes"] == per_token * pool["slots"]
     assert report["max_total_num_tokens"] == row.tokens
     assert report["budget"]["bytes_per_token"] == row.bytes_per_token
     assert BUDGET_BYTES - report["budget"]["available_bytes"] == row.state_bytes
     assert states["slots"] == row.state_slots and states["slot_bytes"] == plan.states["slot_bytes"]
-    assert (states["layers"], states["dtype"], states["snapshot_tokens"]) == (6, "float32", CHUNK)
+    assert (states["layers"], states["dtype"], states["snapshot_tokens"]) == (recurrent, "float32", CHUNK)
+
+
+@pytest.mark.parametrize("side", ["undrafted", "drafted"])
+def test_pools_and_states_are_as_planned_to_the_token(request, models, side):
+    target, draft = models
+    check_pools(request.getfixturevalue(side).report, target, draft if side == "drafted" else None)

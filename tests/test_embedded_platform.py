@@ -96,6 +96,21 @@ def test_hooks_are_applied_where_sglang_loads_its_plugins():
     assert "NotImplementedError" in done.stderr and "something else" in done.stderr
 
 
+def test_neither_cuda_packages_nor_a_compiler_are_imported():
+    done = in_new_process(
+        "import sys, torch\n"
+        "from sglang.srt.models import dflash\n"
+        "from sglang.srt.managers import overlap_utils\n"
+        "print(overlap_utils._assert_nonneg_and_invalidate(torch.tensor([3]), b := torch.ones(2), torch.tensor([1])), b.tolist(),"
+        " dflash._radix_topk(torch.tensor([[1.0, 5.0, 3.0]]), 2)[1].tolist(),"
+        " sorted(m for m in ('flashinfer', 'cutlass', 'torch._inductor.compile_fx') if sys.modules.get(m)))\n"
+        "import flashinfer",
+        **embedded_env(),
+    )
+    assert done.stdout.splitlines()[-1] == "None [1.0, -1.0] [[1, 2]] []", done.stderr
+    assert "ModuleNotFoundError: import of flashinfer halted" in done.stderr
+
+
 def test_interpreter_must_be_on_from_the_start():
     done = in_new_process(
         "from sglang.srt.platforms import current_platform",
@@ -190,11 +205,6 @@ def test_pinning_and_choosing_a_device_do_nothing_on_a_cpu(monkeypatch):
 
 def test_tiles_keep_their_head_dim_blocks():
     assert hooks.large_tiles((64, 0, 64, 64, 64, 4), Lq=64, Lv=64) == (64, 0, 64, 128, 256, 4)
-
-
-def test_top_k_is_sorted_and_on_the_cpu():
-    values, ids = hooks.torch_top_k(torch.tensor([[1.0, 5.0, 3.0], [2.0, 0.0, 9.0]]), 2)
-    assert values.tolist() == [[5.0, 3.0], [9.0, 2.0]] and ids.tolist() == [[1, 2], [2, 0]]
 
 
 def test_plain_qk_norm_rope():

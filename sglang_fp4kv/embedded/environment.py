@@ -18,6 +18,9 @@ def embedded_env() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # What SGLang decorates with torch.compile runs as written: compiling it with g++ takes longer
+        # than the few tokens of a server on a CPU, and importing the compiler a second of every process.
+        "TORCHDYNAMO_DISABLE": "1",
         **dict.fromkeys(_ONE_THREAD, "1"),
     }
 

@@ -5,6 +5,8 @@ applies the registry in every worker, when it loads its plugins. `require_active
 after the weights are loaded, so a hook that SGLang failed to apply stops the server.
 """
 
+import sys
+
 import torch
 
 from sglang_fp4kv.embedded import fp4_weights, ranks, recurrent, trees
@@ -16,8 +18,10 @@ _IS_FP4 = "sglang.srt.utils.common.is_float4_e2m1fn_x2"
 _TILES = (
     "sglang.kernels.ops.attention.extend_attention._get_block_sizes_for_extend_attention"
 )
-_TOP_K = "sglang.srt.models.dflash._radix_topk"
-TARGETS = (_REJECT, _IS_FP4, _TILES, _TOP_K, *trees.TARGETS, *ranks.TARGETS, *recurrent.TARGETS, *fp4_weights.TARGETS)
+TARGETS = (_REJECT, _IS_FP4, _TILES, *trees.TARGETS, *ranks.TARGETS, *recurrent.TARGETS, *fp4_weights.TARGETS)
+
+# Kernels that need CUDA. SGLang takes the way of a machine without them where an import fails.
+_CUDA_PACKAGES = ("flashinfer", "cutlass")
 
 # Query rows and keys of one tile. A tile costs the interpreter milliseconds, whatever its size:
 # 600 new tokens on 300 take 0.23 s a layer instead of 0.75 s with the 64 x 64 of an unknown GPU.
@@ -27,11 +31,11 @@ _TILE_ROWS, _TILE_KEYS = 128, 256
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    leave_out_cuda_packages()
     make_record_stream_harmless()
     HookRegistry.register(_REJECT, allow_block_scaled_pool, HookType.AROUND)
     HookRegistry.register(_IS_FP4, is_float4_e2m1fn_x2, HookType.REPLACE)
     HookRegistry.register(_TILES, large_tiles, HookType.AFTER)
-    HookRegistry.register(_TOP_K, torch_top_k, HookType.REPLACE)
     for part in (trees, ranks, recurrent, fp4_weights):
         part.install(HookRegistry, HookType)
 
@@ -44,6 +48,17 @@ def require_active() -> None:
         raise RuntimeError(
             f"the embedded platform's hooks are not active in this worker: {', '.join(missing)}"
         )
+
+
+def leave_out_cuda_packages() -> None:
+    """`import flashinfer` and `import cutlass` fail in this process from here on.
+
+    SGLang imports them wherever they are installed, which is a sixth of every process's start, and a
+    DFlash2 draft's selector then calls FlashInfer's top-k, which takes CUDA tensors alone
+    (srt/layers/quantization/fp4_utils.py, srt/models/dflash.py).
+    """
+    for name in _CUDA_PACKAGES:
+        sys.modules.setdefault(name, None)
 
 
 def make_record_stream_harmless() -> None:
@@ -86,14 +101,6 @@ def is_float4_e2m1fn_x2(dtype) -> bool:
 def large_tiles(block_sizes: tuple, *args, **kwargs) -> tuple:
     """Large query and key tiles for SGLang's extend kernel; head-dim blocks as they were."""
     return (*block_sizes[:3], _TILE_ROWS, _TILE_KEYS, block_sizes[-1])
-
-
-def torch_top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) of the k largest along the last dim, in descending order.
-
-    A DFlash2 draft's selector calls FlashInfer's wherever it is installed, and that takes CUDA tensors alone.
-    """
-    return torch.topk(scores, k, dim=-1)
 
 
 def use_plain_qk_norm_rope(model: torch.nn.Module) -> int:

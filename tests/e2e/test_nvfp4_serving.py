@@ -10,7 +10,9 @@ from launcher.client import ServerError, fp4kv_report, generate, server_info
 from launcher.demo import PAIR, load_prompts
 from launcher.equality import CPU_BOUND, compare
 from sglang_fp4kv import formats
-from tests.e2e.server import embedded_server, plugin_path
+from tests.e2e.server import embedded_server, empty_cache, plugin_path
+from tests.e2e.test_plan_serving import BUDGET as PLANNED_BYTES
+from tests.e2e.test_plan_serving import check_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -125,13 +127,37 @@ def undrafted(scratch, prompts, unsure):
 
 
 @pytest.fixture(scope="module")
-def drafted(scratch, prompts, unsure):
-    flags = (*DRAFTED, "--max-total-tokens", "100000000")
-    with serve(scratch, "drafted", *flags, FP4KV_KV_BUDGET_BYTES=str(BUDGET_BYTES)) as server:
-        answers = [generate(server.url, p["input_ids"], p["max_new_tokens"]) for p in prompts]
-        again = generate(server.url, prompts[0]["input_ids"], prompts[0]["max_new_tokens"])
-        sampled = ask_json(server, prompts), ask_with_penalty(server, prompts), draw(server, unsure)
-        return answers, again, fp4kv_report(server_info(server.url)), sampled
+def drafted_server(scratch):
+    """The drafted server, the file of its oracle, which drafts by itself until that is there, and the file
+    that tells its readers how to misread."""
+    oracle, told = scratch / "recorded.json", scratch / "told"
+    env = {"FP4KV_ORACLE": str(oracle), "FP4KV_MISREAD": str(told), "FP4KV_KV_BUDGET_BYTES": str(BUDGET_BYTES)}
+    with serve(scratch, "drafted", *DRAFTED, "--max-total-tokens", "100000000", **env) as server:
+        yield server, oracle, told
+
+
+@pytest.fixture(scope="module")
+def drafted(drafted_server, prompts, unsure):
+    server, *_ = drafted_server
+    answers = [generate(server.url, p["input_ids"], p["max_new_tokens"]) for p in prompts]
+    again = generate(server.url, prompts[0]["input_ids"], prompts[0]["max_new_tokens"])
+    sampled = ask_json(server, prompts), ask_with_penalty(server, prompts), draw(server, unsure)
+    return answers, again, fp4kv_report(server_info(server.url)), sampled
+
+
+@pytest.fixture(scope="module")
+def foretold(drafted_server, drafted, unsure, undrafted):
+    """What the drafted server answers to the unsure prompts when an oracle drafts the undrafted answers: reading
+    right, and reading the block in BF16. It comes after what the real drafter is asked."""
+    server, oracle, told = drafted_server
+    pairs = zip(unsure, undrafted[2], strict=True)
+    oracle.write_text(json.dumps([{"prompt": p["input_ids"], "output": list(a.tokens)} for p, a in pairs]))
+    answers = {}
+    for how in ("right", "block-in-bf16"):
+        told.write_text(how)
+        empty_cache(server.url)
+        answers[how] = ask_unsure(server, unsure)
+    return answers
 
 
 def differing(reference, candidates, prompts):
@@ -217,45 +243,32 @@ def test_penalties_are_refused_with_the_drafter_alone(undrafted, drafted):
     assert "HTTP 400" in reason and "repetition_penalty 1.1" in reason
 
 
-def ask_oracle(scratch, unsure, answers, name, **env):
-    file = scratch / "recorded.json"
-    file.write_text(
-        json.dumps(
-            [
-                {"prompt": p["input_ids"], "output": list(a.tokens)}
-                for p, a in zip(unsure, answers, strict=True)
-            ]
-        )
-    )
-    with serve(scratch, name, *DRAFTED, FP4KV_ORACLE=str(file), **env) as server:
-        return ask_unsure(server, unsure)
-
-
 def test_the_unsure_prompts_have_near_ties(undrafted):
     assert sum(min(a.gaps) < 0.1 for a in undrafted[2]) >= 4
 
 
-def test_an_oracle_drafter_reaches_the_longest_accepts_and_changes_no_answer(
-    scratch, unsure, undrafted
-):
-    answers = ask_oracle(scratch, unsure, undrafted[2], "oracle")
+def test_an_oracle_drafter_reaches_the_longest_accepts_and_changes_no_answer(foretold, unsure, undrafted):
+    answers = foretold["right"]
     assert differing(undrafted[2], answers, unsure) == []
     # The first token comes from prefill; each of the 3 steps after it yields a whole block.
     assert [a.accept_length for a in answers] == [UNSURE_TOKENS / 3] * len(unsure)
     assert UNSURE_TOKENS / 3 == BLOCK
 
 
-def test_reading_the_block_in_bf16_is_caught(scratch, unsure, undrafted):
+def test_reading_the_block_in_bf16_is_caught(foretold, unsure, undrafted):
     """The negative control: without the round trip through the pool the equality test fails."""
-    answers = ask_oracle(scratch, unsure, undrafted[2], "control", FP4KV_BLOCK_IN_BF16="1")
-    assert differing(undrafted[2], answers, unsure) != []
+    assert differing(undrafted[2], foretold["block-in-bf16"], unsure) != []
 
 
 def test_a_bf16_drafter_pool_may_be_asked_for(scratch, prompts, undrafted):
+    """It is sized as planned, too."""
     flags = (*DRAFTED, "--speculative-draft-kv-cache-dtype", "bf16")
-    with serve(scratch, "bf16-draft", *flags) as server:
+    budget = {"FP4KV_KV_BUDGET_BYTES": str(PLANNED_BYTES)}
+    with serve(scratch, "bf16-draft", *flags, "--max-total-tokens", "1000000", **budget) as server:
         answer = generate(server.url, prompts[0]["input_ids"], prompts[0]["max_new_tokens"])
-        draft = fp4kv_report(server_info(server.url))["draft"]
+        report = fp4kv_report(server_info(server.url))
     assert answer.tokens == undrafted[0][0].tokens
     head_dim, heads, layers = cell("draft")
+    draft = report["draft"]
     assert (draft["dtype"], draft["bytes_per_token"]) == ("bfloat16", 4 * head_dim * heads * layers)
+    check_tokens(report, "nvfp4", "bf16", *flags)

@@ -34,18 +34,8 @@ def planned(folder, draft, *flags, **budget):
     return plan, {(row.kv, row.drafter): row for row in plan.rows if not row.workspace}
 
 
-@pytest.mark.parametrize(
-    ("kv", "drafter", "flags"),
-    [
-        ("nvfp4", None, ("--page-size", "16")),
-        ("nvfp4", "fp8_e4m3", (*DRAFTED, "--page-size", "16")),
-        ("nvfp4", "bf16", (*DRAFTED, "--speculative-draft-kv-cache-dtype", "bf16")),
-        ("bf16", None, ("--page-size", "64", "--max-total-tokens", "3000")),
-    ],
-)
-def test_tokens_of_a_server(tmp_path, kv, drafter, flags):
-    with serve(PAIR / "target", tmp_path / "log", "--kv-cache-dtype", kv, *flags) as server:
-        report = fp4kv_report(server_info(server.url))
+def check_tokens(report, kv, drafter, *flags):
+    """The pools of a server with ``flags`` and BUDGET bytes are as planned."""
     _, rows = planned(PAIR / "target", PAIR / "draft", *flags, kv=BUDGET)
     row = rows[kv, drafter]
     assert report["max_total_num_tokens"] == row.tokens
@@ -56,6 +46,21 @@ def test_tokens_of_a_server(tmp_path, kv, drafter, flags):
         slots, page = report["draft"]["slots"], report["budget"]["page_size"]
         assert slots == row.tokens + page
         assert report["draft"]["allocated_bytes"] == slots * row.drafter_bytes
+
+
+@pytest.mark.parametrize(
+    ("kv", "drafter", "flags"),
+    [
+        ("nvfp4", None, ("--page-size", "16")),
+        ("nvfp4", "fp8_e4m3", (*DRAFTED, "--page-size", "16")),
+        ("bf16", None, ("--page-size", "64", "--max-total-tokens", "3000")),
+    ],
+)
+def test_tokens_of_a_server(tmp_path, kv, drafter, flags):
+    """test_nvfp4_serving.py has a drafter's pool in BF16."""
+    with serve(PAIR / "target", tmp_path / "log", "--kv-cache-dtype", kv, *flags) as server:
+        report = fp4kv_report(server_info(server.url))
+    check_tokens(report, kv, drafter, *flags)
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["alone", "drafted"])

@@ -4,9 +4,6 @@ FP4KV_ORACLE names a JSON file, read at the first draft: a list of {"prompt": id
 a request with such a prompt the drafter's tokens are replaced by the recorded ones, so that every draft is right and the
 accept length is at its maximum. The draft model still runs and still writes its own pool.
 
-FP4KV_BLOCK_IN_BF16=1 is the negative control: verify then reads the block's own K and V as computed
-instead of back from the pool.
-
 FP4KV_KV_BUDGET_BYTES=n gives SGLang's sizing n bytes for KV, whatever the machine has free; a model with
 recurrent layers first takes its states out of them.
 
@@ -15,7 +12,8 @@ drafter looks at, and caps its attention's scores at this number.
 
 FP4KV_MISREAD names a file with one word, read at every layer: how the readers deliberately misread the pool.
 "k-scales-for-v" and "next-slot" (the scales of the neighbouring slot) are all readers', with
-"verify-" in front verify's alone; "verify-without-mask" lets every node of a draft tree see its whole
+"verify-" in front verify's alone; "block-in-bf16" lets verify read the block's own K and V as computed
+instead of back from the pool; "verify-without-mask" lets every node of a draft tree see its whole
 block up to itself; "no-window" and "no-cap" leave out what a layer has. Anything else, or no file, reads as it should.
 
 FP4KV_MOVES names a file that gets a line for every call of the target pool's move_kv_cache: how many
@@ -82,10 +80,6 @@ def activate():
         fp4kv_faults.activate(faults)
     if os.environ.get("FP4KV_GEMMA3"):
         make_gemma3_draftable(float(os.environ["FP4KV_GEMMA3"]))
-    if os.environ.get("FP4KV_BLOCK_IN_BF16") == "1":
-        from sglang_fp4kv.attention import TritonAttnBackend
-
-        TritonAttnBackend._attend_block = TritonAttnBackend._attend_chunk
     fused = os.environ.get("FP4KV_FUSED_WRITES")
     if fused:
         HookRegistry.register(f"{WORKER}.__init__", _write_fused, HookType.AROUND)
@@ -140,6 +134,7 @@ def misread_as_told(file):
     from sglang_fp4kv.attention import TritonAttnBackend
 
     right, block = TritonAttnBackend._pool_layer, TritonAttnBackend._attend_block
+    chunk = TritonAttnBackend._attend_chunk
     options_of = TritonAttnBackend._layer_options
 
     def pool_layer(backend, layer):
@@ -147,6 +142,8 @@ def misread_as_told(file):
 
     def attend_block(backend, q, k, v, out, pool, *rest):
         how = told(file)
+        if how == "block-in-bf16":
+            return chunk(backend, q, k, v, out, pool, *rest)
         if how == "verify-without-mask":
             rest = [*rest[:-1], {**rest[-1], "custom_mask": None, "mask_indptr": None}]
         elif how.startswith("verify-"):

@@ -1,6 +1,7 @@
 """The real server on the embedded platform, for tests."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -41,14 +42,20 @@ def embedded_server(
 ) -> Iterator[ServerProcess]:
     """A ready server for `model`; it and its workers are gone when the block ends.
 
-    `ready`: the path that is asked until it answers.
+    `ready`: the path that is asked until it answers. What a test asks is the first that the server answers:
+    SGLang's own warm-up is left to `fp4kv serve`, the demo and their tests, and so is the end that SGLang makes
+    by itself, which takes it 5 s.
     """
     port = free_port()
-    own = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    own = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup", *flags]
     argv, environment = launch_command(own, embedded=True, environ={**os.environ, **(env or {})})
     with ServerProcess(argv, environment, log, port) as server:
         server.wait_ready(START_TIMEOUT_S, show_progress, path=ready)
-        yield server
+        try:
+            yield server
+        finally:
+            if server.returncode() is None:
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def empty_cache(url):

@@ -26,7 +26,7 @@ BUDGET_BYTES = 30_000_000
 CHUNK = 64  # of the gated-delta kernels, of prefill here, and what the prefix cache keeps states at
 FLAGS = (
     "--kv-cache-dtype", "nvfp4", "--max-total-tokens", "1000000", "--max-running-requests", "4",
-    "--chunked-prefill-size", str(CHUNK), "--skip-server-warmup",
+    "--chunked-prefill-size", str(CHUNK),
 )  # fmt: skip
 NEW_TOKENS = 12
 

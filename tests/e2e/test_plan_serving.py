@@ -17,7 +17,7 @@ BUDGET = 7_654_321  # divides by no bytes of a token, and by no page
 HYBRID_BUDGET = 98_765_433
 DRAFTED = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR / "draft"))
 # test_hybrid_serving.py has NVFP4 and the snapshots that overlapped scheduling brings.
-HYBRID = ("--skip-server-warmup", "--disable-overlap-schedule", "--kv-cache-dtype", "bf16")
+HYBRID = ("--disable-overlap-schedule", "--kv-cache-dtype", "bf16")
 
 
 def serve(folder, log, *flags, ready="/health_generate", **env):

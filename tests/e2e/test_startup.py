@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import requests
@@ -41,6 +42,11 @@ def wait_until(condition, seconds):
     while not condition() and time.monotonic() < end:
         time.sleep(0.1)
     return condition()
+
+
+def parent_of(pid):
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return int(status.rpartition(")")[2].split()[1])
 
 
 def test_a_reader_of_the_wrong_scales_is_stopped_with_the_evidence(tmp_path):
@@ -118,7 +124,9 @@ def test_killed_in_the_middle_of_the_start(tmp_path, victim):
     with serve(tmp_path) as server:
         spawned = lambda: [p for p, args in marked_processes(server.marker) if "spawn_main" in args]
         assert wait_until(spawned, START_TIMEOUT_S), server.text()[-2000:]
-        (leader,) = [p for p, args in marked_processes(server.marker) if "sglang.launch_server" in args]
+        servers = [p for p, args in marked_processes(server.marker) if "sglang.launch_server" in args]
+        # A child has its parent's arguments until it runs a program of its own.
+        (leader,) = [p for p in servers if parent_of(p) == server.process.pid]
         if victim == "launcher":
             server.process.kill()
         else:

@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not interpreter and not e2e"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m interpreter
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m e2e
 
 bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run.py

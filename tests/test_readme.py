@@ -64,7 +64,7 @@ def test_make_test_runs_all_three_kinds():
     assert make_recipe("test") == [
         '.venv/bin/python -m pytest -n 2 --dist loadfile -m "not interpreter and not e2e"',
         "TRITON_INTERPRET=1 .venv/bin/python -m pytest -n 2 --dist worksteal -m interpreter",
-        ".venv/bin/python -m pytest -m e2e",
+        ".venv/bin/python -m pytest -n 2 --dist loadfile -m e2e",
     ]
 
 

@@ -67,7 +67,7 @@ def models(scratch):
 
 def serve(target, log, *flags, **env):
     env = {"PYTHONPATH": plugin_path(), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **env}
-    return embedded_server(target, *FLAGS, *flags, "--skip-server-warmup", log=log, env=env, ready="/health")
+    return embedded_server(target, *FLAGS, *flags, log=log, env=env, ready="/health")
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 usage: python -m tests.gpu.host_cache MODEL DRAFT OUT.json --logs DIR [--embedded]
 
 A drafted server for each I/O backend and host layout (on a CPU the one that it has), in pages of 64 tokens; they start
-side by side and are asked one after the other. The pool holds little more than the prompts; what is evicted is written to the host then
-(write_back). A prompt is asked from nothing, from the prefix cache on the device, and after it was evicted. The
-second and the third read the same tokens out of the pool, so the same bytes give the same answer, on prompts whose
-two best tokens often tie, and the same accept length, which is what the drafter's own K and V decide. Then twice
-more: with the drafter's K and V spoiled as they come back, and with the target's block scales left on the host, the
-negative controls. (Left on the host, the drafter's rows cost the pair no accepted token; that their bytes come back
-is what tests/test_host_tree.py shows.)
+side by side and are asked one after the other. The pool holds little more than the prompts; what is evicted is written
+to the host then (write_back). A prompt is asked from nothing, from the prefix cache on the device, and after it was
+evicted. The second and the third read the same tokens out of the pool, so the same bytes give the same answer, on
+prompts whose two best tokens often tie, and the same accept length, which is what the drafter's own K and V decide.
+Then twice more: with the drafter's K and V spoiled as they come back, and with the target's block scales left on the
+host, the negative controls. (Left on the host, the drafter's rows cost the pair no accepted token; that their bytes
+come back is what tests/test_host_tree.py shows.)
 
 Writes OUT.json after each server, with those not asked yet under "unfinished" and those that broke under "broken".
 Exit codes: 0; 3 when a verdict fails; 1 when a server did not start or broke.

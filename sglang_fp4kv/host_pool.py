@@ -64,9 +64,6 @@ class NVFP4TokenToKVPoolHost(MHATokenToKVPoolHost):
             host_token_capacity=host_token_capacity,
             **kwargs,
         )
-        if self.layout not in HOST_LAYOUTS:
-            raise ValueError(f"NVFP4 KV on the host needs one of the layouts {HOST_LAYOUTS}, got {self.layout!r}")
-        self._check_scale_rows()
         # The codes' pool decided how many slots there are; staging buffers are of another width.
         kwargs.pop("write_back_staging", None)
         self.scales = MHATokenToKVPoolHost(
@@ -79,6 +76,13 @@ class NVFP4TokenToKVPoolHost(MHATokenToKVPoolHost):
         # With it indices stay on the host, so either both pools take them there or none does.
         both = self.can_use_write_back_jit and self.scales.can_use_write_back_jit
         self.can_use_write_back_jit = self.scales.can_use_write_back_jit = both
+
+    def _allocate_host_buffer(self):
+        # Refused before host memory is taken and registered with CUDA, which would outlive a failed constructor.
+        if self.layout not in HOST_LAYOUTS:
+            raise ValueError(f"NVFP4 KV on the host needs one of the layouts {HOST_LAYOUTS}, got {self.layout!r}")
+        self._check_scale_rows()
+        super()._allocate_host_buffer()
 
     def _check_scale_rows(self):
         row = self.head_num * formats.scale_bytes(self._head_dim)

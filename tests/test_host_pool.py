@@ -4,6 +4,7 @@ On a GPU every I/O backend and layout of SGLang's that can be served is copied w
 on a CPU the ones that the embedded platform has.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,29 @@ def copies(device):
         from sglang_fp4kv.embedded import host_transfers
 
         host_transfers.install()
+
+
+@pytest.fixture(autouse=True)
+def allocated(device, monkeypatch):
+    """Every host pool with a buffer; its registration is given back at the end, also where a test failed.
+
+    CUDA's registration outlives SGLang's mapping, and the next buffer at that address could not be registered.
+    """
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+    pools, allocate = [], HostKVCache._allocate_host_buffer
+
+    def recorded(pool):
+        pools.append(pool)
+        allocate(pool)
+
+    monkeypatch.setattr(HostKVCache, "_allocate_host_buffer", recorded)
+    yield pools
+    for pool in pools:
+        HostKVCache.destroy(pool)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # fails here, not in the next test, where a call left its error unread
+        torch.cuda.synchronize()
 
 
 def device_pool(device, page_size, head_dim=128, heads=HEADS):
@@ -79,18 +103,30 @@ def moved(host, backend, device, host_slots, device_slots, *, writing):
     return (host_slots if stays else host_slots.to(device)), device_slots.to(device)
 
 
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def transfer_stream(device):
+    """A stream of its own, as SGLang's L2TransferEngine has: CUDA takes no batch of copies in the default one."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
+
+
 def round_trip(pool, host, backend, device, host_slots, device_slots, back):
     """Writes ``device_slots`` back to the host, scrambles the device, loads them into ``back``."""
     indices = moved(host, backend, device, host_slots, device_slots, writing=True)
-    host.backup_from_device_all_layer(pool, *indices, backend)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
+    with transfer_stream(device):
+        host.backup_from_device_all_layer(pool, *indices, backend)
+    synchronize(device)
     fill(pool, seed=2)
     indices = moved(host, backend, device, host_slots, back, writing=False)
-    for layer in range(LAYERS):
-        host.load_to_device_per_layer(pool, *indices, layer, backend)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
+    with transfer_stream(device):
+        for layer in range(LAYERS):
+            host.load_to_device_per_layer(pool, *indices, layer, backend)
+    synchronize(device)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -113,7 +149,6 @@ def test_every_byte_comes_back(backend, layout, page_size, device, monkeypatch):
         wanted = other.clone()
         wanted[back.to(device)] = old[device_slots.to(device)]
         assert torch.equal(side, wanted)
-    host.destroy()
 
 
 def test_a_token_takes_what_the_format_says(device, monkeypatch):
@@ -124,7 +159,6 @@ def test_a_token_takes_what_the_format_says(device, monkeypatch):
     assert by_ratio.size_per_token == pool.bytes_per_token == per_token
     held = sum(p.kv_buffer.nbytes for p in (by_ratio, by_ratio.scales))
     assert held == per_token * by_ratio.size
-    by_ratio.destroy()
 
 
 def test_only_a_packed_pool_gets_our_host_pool(device):
@@ -156,7 +190,14 @@ def test_sglangs_own_host_pool_refuses_the_scales(device):
         MHATokenToKVPoolHost(info, 2.0, 0, 1, "layer_first", device_capacity_tokens=SLOTS, start_layer=0, end_layer=3)
 
 
-def test_what_cannot_be_carried_is_refused(device, monkeypatch):
+def test_both_buffers_are_given_back(device, monkeypatch, allocated):
+    host = host_pool(device_pool(device, 16), "layer_first", monkeypatch)
+    assert allocated == [host, host.scales]
+    host.destroy()
+    assert host.kv_buffer is None and host.scales.kv_buffer is None
+
+
+def test_what_cannot_be_carried_is_refused(device, monkeypatch, allocated):
     from msgspec.structs import replace
 
     pool = device_pool(device, 16)
@@ -165,6 +206,7 @@ def test_what_cannot_be_carried_is_refused(device, monkeypatch):
     info = pool.get_device_pool_infos()[0].buffer_info
     with pytest.raises(NotImplementedError, match="takes no draft layers"):
         host_pool(pool, "layer_first", monkeypatch, draft_buffer_infos=(info,))
+    assert not allocated
     host = host_pool(pool, "layer_first", monkeypatch)
     pages_of_storage = (
         lambda: host.get_data_page(0),
@@ -176,7 +218,6 @@ def test_what_cannot_be_carried_is_refused(device, monkeypatch):
     for page in pages_of_storage:
         with pytest.raises(NotImplementedError, match="cannot go from the host to storage"):
             page()
-    host.destroy()
     wrong = replace(info, scales=replace(info.scales, k=info.buffers.k))
     monkeypatch.setattr(pool, "_mha_buffer_info", lambda: wrong)
     with pytest.raises(ValueError, match=r"block scales of shape \(272, 2, 64\) do not belong to 2 heads of 8"):
@@ -189,8 +230,7 @@ def test_what_cannot_be_carried_is_refused(device, monkeypatch):
 def test_scale_rows_that_the_kernels_cannot_copy_are_refused(device, monkeypatch):
     from sglang_fp4kv.host_pool import NVFP4TokenToKVPoolHost
 
-    pool = device_pool(device, 1, head_dim=64, heads=1)
-    host = host_pool(pool, "layer_first", monkeypatch)
+    host_pool(device_pool(device, 1, head_dim=64, heads=1), "layer_first", monkeypatch)  # direct
     for kind, backend, refused in (("cuda", "kernel", True), ("cuda", "direct", False), ("cpu", "kernel", False)):
         held = SimpleNamespace(_transfer_device=torch.device(kind), head_num=1, _head_dim=64)
         monkeypatch.setattr("sglang_fp4kv.host_pool.get_memory", lambda b=backend: SimpleNamespace(hicache_io_backend=b))
@@ -199,4 +239,3 @@ def test_scale_rows_that_the_kernels_cannot_copy_are_refused(device, monkeypatch
                 NVFP4TokenToKVPoolHost._check_scale_rows(held)
         else:
             NVFP4TokenToKVPoolHost._check_scale_rows(held)
-    host.destroy()

@@ -10,7 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from test_host_pool import LAYERS, SLOTS, WAYS, buffers, copies, device_pool, fill  # noqa: F401
+from test_host_pool import (  # noqa: F401  fixtures among them
+    LAYERS,
+    SLOTS,
+    WAYS,
+    allocated,
+    buffers,
+    copies,
+    device_pool,
+    fill,
+    synchronize,
+)
 
 pytestmark = pytest.mark.interpreter
 
@@ -72,6 +82,7 @@ def tree(device, monkeypatch):
         return SimpleNamespace(cache=cache, pool=pool, draft=draft, allocator=allocator)
 
     yield make
+    synchronize(device)
     for cache, args in reversed(made):
         cache.release_host_resources()
         args.restore()
@@ -91,10 +102,9 @@ def scramble(served, seed):
         raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
 
 
-def settle(cache):
+def settle(cache, device):
     """Lets what was submitted finish, as the scheduler does between two batches."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(device)
     cache.check_hicache_events()
 
 
@@ -120,11 +130,11 @@ def test_a_prefix_is_evicted_to_the_host_and_loaded_back(tree, backend, layout, 
     wanted = held(served, slots)
     key = RadixKey(array("q", range(100, 100 + TOKENS)))
     cache.insert(InsertParams(key=key, value=slots))
-    settle(cache)
+    settle(cache, device)
     assert cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len == TOKENS
 
     cache.evict(EvictParams(num_tokens=TOKENS))
-    settle(cache)
+    settle(cache, device)
     assert allocator.available_size() == SLOTS
     scramble(served, seed=2)
     others = allocator.alloc(64)  # so that the prefix comes back to other slots
@@ -139,7 +149,7 @@ def test_a_prefix_is_evicted_to_the_host_and_loaded_back(tree, backend, layout, 
     )
     assert loaded == TOKENS
     cache.ready_to_load_host_cache()
-    settle(cache)
+    settle(cache, device)
     back = cache.tree_core.collect_full_device_indices(node, match.last_device_node)
     assert len(back) == TOKENS and not set(back.tolist()) & set(others.tolist())
     assert all(torch.equal(now, then) for now, then in zip(held(served, back), wanted, strict=True))

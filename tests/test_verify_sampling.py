@@ -28,7 +28,8 @@ SETTINGS = {
     "top-k": {"top_k": 3},
     "top-k and top-p": {"temperature": 1.3, "top_k": 3, "top_p": 0.6},
     "min-p": {"min_p": 0.3},
-    "all of them": {"temperature": 1.3, "top_k": 5, "top_p": 0.85, "min_p": 0.2},
+    # Each of the three takes tokens away that the other two leave, whatever their order.
+    "all of them": {"temperature": 0.85, "top_k": 4, "top_p": 0.8, "min_p": 0.2},
 }
 
 
@@ -273,6 +274,25 @@ def test_sglangs_own_distribution_is_another_one(sglang_parts, verify, table, mo
     torch.manual_seed(11)
     plain = undrafted(sglang_parts, table, SETTINGS[name])
     assert score(plain, drafted(table, SETTINGS[name], sampled(verify))) > 10 * LARGEST_SCORE
+
+
+def test_the_samplers_of_a_cpu_and_a_gpu_filter_in_another_order(
+    sglang_parts, verify, table, monkeypatch, device
+):
+    """A min-p that takes nothing away leaves the order of top-k and top-p as the only difference.
+
+    With a min-p FlashInfer's sampler filters in turn, as SGLang's verify does on every device, so that what verify
+    leaves out there is min-p itself; the sampler of a CPU looks at the whole distribution each time.
+    """
+    monkeypatch.setattr(verify_sampling, "_served", lambda: False)
+    idle = {"temperature": 1.3, "top_k": 5, "top_p": 0.85, "min_p": 0.2}
+    torch.manual_seed(11)
+    plain = undrafted(sglang_parts, table, idle)
+    apart = score(plain, drafted(table, idle, sampled(verify)))
+    if device.type == "cpu":
+        assert apart > 10 * LARGEST_SCORE
+    else:
+        assert apart < LARGEST_SCORE
 
 
 def test_filters_in_turn_look_at_what_is_left(device):

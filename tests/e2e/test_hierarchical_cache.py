@@ -25,7 +25,10 @@ def ran(tmp_path_factory):
     out = folder / "host.json"
     models = [str(PAIR / part) for part in ("target", "draft")]
     host_cache.main([*models, str(out), "--logs", str(folder), "--embedded"])
-    (found,) = json.loads(out.read_text())["servers"].values()
+    written = json.loads(out.read_text())
+    if written["broken"]:
+        pytest.fail("\n".join(written["broken"].values()))
+    (found,) = written["servers"].values()
     return found
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,14 +64,17 @@ ROWS = {
 
 
 class Run:
-    """Servers by (row, mode); the answers to all prompts, asked twice, by the same."""
+    """Servers by (row, mode); by the same the answers to all prompts, asked twice, and how many rows moved.
 
-    def __init__(self, args, prompts):
-        self.args, self.prompts, self.logs = args, prompts, args.logs
-        self.progress, self.answers, self.reports = Progress(), {}, {}
+    ``scratch``: a new folder for heads and for what servers and this script tell each other.
+    """
+
+    def __init__(self, args, prompts, scratch):
+        self.args, self.prompts, self.scratch = args, prompts, scratch
+        self.progress, self.answers, self.reports, self.moved = Progress(), {}, {}, {}
         self.drafts = {
-            "eagle3": build_eagle3(self.logs / "eagle3", PAIR / "target"),
-            "mtp": build_mtp(self.logs / "mtp", PAIR / "target"),
+            "eagle3": build_eagle3(scratch / "eagle3", PAIR / "target"),
+            "mtp": build_mtp(scratch / "mtp", PAIR / "target"),
             "target": PAIR / "target",
         }
         names = [UNDRAFTED, *(name for name in ROWS if args.only is None or name in args.only.split(","))]
@@ -85,7 +89,7 @@ class Run:
         return ["--speculative-algorithm", algorithm, *path, *flags]
 
     def moves_file(self, key):
-        return self.logs / f"moves-{'-'.join(key)}"
+        return self.scratch / f"moves-{'-'.join(key)}"
 
     def start(self, key):
         env = dict(os.environ)
@@ -93,12 +97,12 @@ class Run:
         env["FP4KV_MOVES"] = str(self.moves_file(key))
         env["FP4KV_LIBRARY_PREFILL"] = "0"  # FlashInfer's prefill compiles for minutes, and is not asked here
         if key[0] != UNDRAFTED and not key[0].startswith(("ngram", "standalone")):
-            env["FP4KV_ORACLE"] = str(self.logs / "recorded.json")
+            env["FP4KV_ORACLE"] = str(self.scratch / "recorded.json")
         port = free_port()
         argv, env = launch_command(
             [*COMMON, *self.flags[key], "--port", str(port)], embedded=self.args.embedded, environ=env
         )
-        return ServerProcess(argv, env, self.logs / f"{'-'.join(key)}.log", port).start()
+        return ServerProcess(argv, env, self.args.logs / f"{'-'.join(key)}.log", port).start()
 
     def ask(self, key, server):
         options = {"ignore_eos": True, "top_two": key[0] == UNDRAFTED}
@@ -106,13 +110,15 @@ class Run:
             generate(server.url, p, self.args.tokens, **options) for _ in range(2) for p in self.prompts
         ]
         self.reports[key] = fp4kv_report(server_info(server.url))
+        file = self.moves_file(key)
+        self.moved[key] = sum(map(int, file.read_text().split())) if file.exists() else 0
         self.progress(f"{key} asked")
 
     def record(self):
         key = next(key for key in self.flags if key[0] == UNDRAFTED)
         answers = zip(self.prompts[:-2], self.answers[key], strict=False)
         content = [{"prompt": p, "output": list(a.tokens)} for p, a in answers]
-        (self.logs / "recorded.json").write_text(json.dumps(content))
+        (self.scratch / "recorded.json").write_text(json.dumps(content))
 
     def go(self):
         """On a GPU all servers at once; embedded one after another."""
@@ -132,10 +138,6 @@ class Run:
             finally:
                 with ThreadPoolExecutor(len(batch)) as pool:
                     list(pool.map(lambda server: server.stop(grace=2), running.values()))
-
-    def moved_rows(self, key):
-        file = self.moves_file(key)
-        return sum(map(int, file.read_text().split())) if file.exists() else 0
 
 
 def comparisons(run, bound):
@@ -167,7 +169,7 @@ def failures(run, found, accepts):
             wrong.append(f"{where}: the draft's pool is {draft and draft['class']}")
         if accepts[where] < least:
             wrong.append(f"{where}: accept length {accepts[where]:.2f}, at least {least} wanted")
-        if name == "eagle3-tree" and run.moved_rows((name, mode)) == 0:
+        if name == "eagle3-tree" and run.moved[name, mode] == 0:
             wrong.append(f"{where}: no accepted row moved")
     return wrong
 
@@ -186,9 +188,10 @@ def main():
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     tasks = [p["input_ids"] for p in load_prompts(PAIR / "prompts.json", PAIR / "target")[:3]]
-    run = Run(args, [*tasks, *(p["input_ids"] for p in unsure_prompts()[:5])])
     begun = time.monotonic()
-    run.go()
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Run(args, [*tasks, *(p["input_ids"] for p in unsure_prompts()[:5])], Path(scratch))
+        run.go()
     bound = CPU_BOUND if args.embedded else NEAR_TIE_BOUNDS["nvfp4"]
     found = comparisons(run, bound)
     repeated = {f"{n}, {mode}": a[len(a) // 2 :] for (n, mode), a in run.answers.items() if n != UNDRAFTED}
@@ -208,7 +211,7 @@ def main():
             for name, results in found.items()
         },
         "accept_lengths": accepts,
-        "moved_rows": {", ".join(key): run.moved_rows(key) for key in run.answers},
+        "moved_rows": {", ".join(key): moved for key, moved in run.moved.items()},
         "reports": {", ".join(key): report for key, report in run.reports.items()},
     }
     args.out.write_text(json.dumps(content, indent=1) + "\n")

@@ -2,16 +2,17 @@
 
 usage: python -m tests.gpu.host_cache MODEL DRAFT OUT.json --logs DIR [--embedded]
 
-One drafted server after the other, one for each I/O backend and host layout (on a CPU the one that it has), in
-pages of 64 tokens. The pool holds little more than the prompts; what is evicted is written to the host then
-(write_back). A prompt is asked from nothing, from the prefix cache on the device, and after it was evicted. The
-second and the third read the same tokens out of the pool, so the same bytes give the same answer, on prompts whose
-two best tokens often tie, and the same accept length, which is what the drafter's own K and V decide. Then twice
-more: with the drafter's K and V spoiled as they come back, and with the target's block scales left on the host, the
-negative controls. (Left on the host, the drafter's rows cost the pair no accepted token; that their bytes come back
-is what tests/test_host_tree.py shows.)
+A drafted server for each I/O backend and host layout (on a CPU the one that it has), in pages of 64 tokens; they start
+side by side and are asked one after the other. The pool holds little more than the prompts; what is evicted is written
+to the host then (write_back). A prompt is asked from nothing, from the prefix cache on the device, and after it was
+evicted. The second and the third read the same tokens out of the pool, so the same bytes give the same answer, on
+prompts whose two best tokens often tie, and the same accept length, which is what the drafter's own K and V decide.
+Then twice more: with the drafter's K and V spoiled as they come back, and with the target's block scales left on the
+host, the negative controls. (Left on the host, the drafter's rows cost the pair no accepted token; that their bytes
+come back is what tests/test_host_tree.py shows.)
 
-Writes OUT.json. Exit codes: 0; 3 when a verdict fails; 1 when a server did not start.
+Writes OUT.json after each server, with those not asked yet under "unfinished" and those that broke under "broken".
+Exit codes: 0; 3 when a verdict fails; 1 when a server did not start or broke.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import os
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -154,24 +156,67 @@ def judge(seen):
     }
 
 
-def run(args, backend, layout, progress):
-    """(Seen, verdicts) of one server."""
-    name = f"{backend}-{layout}"
-    told = args.logs / f"{name}.left"
-    port = free_port()
-    flags = server_flags(args.model, args.draft, backend, layout, args.embedded)
-    environ = os.environ | {
-        "PYTHONPATH": plugin_path(),
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "FP4KV_LEFT_ON_HOST": str(told),
-    }
-    argv, env = launch_command([*flags, "--port", str(port)], embedded=args.embedded, environ=environ)
-    with ServerProcess(argv, env, args.logs / f"{name}.log", port) as server:
-        progress(f"{name} ready after {server.wait_ready(START_SECONDS):.0f} s")
-        seen = examine(server.url, prompts(args.model), told)
-    verdicts = judge(seen)
-    progress(f"{name}: failed {[what for what, ok in verdicts.items() if not ok]}")
-    return seen, verdicts
+class Run:
+    """One server a way, by its name, all started together."""
+
+    def __init__(self, args, command_line):
+        self.args, self.progress, self.running = args, Progress(), {}
+        self.content = {
+            **origin("tests.gpu.host_cache", command_line, embedded=args.embedded),
+            "servers": {},
+            "broken": {},
+            "unfinished": [],
+        }
+
+    def told(self, way):
+        return self.args.logs / f"{way.replace(' ', '-')}.left"
+
+    def start(self, way):
+        flags = server_flags(self.args.model, self.args.draft, *way.split(), self.args.embedded)
+        environ = os.environ | {
+            "PYTHONPATH": plugin_path(),
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "FP4KV_LEFT_ON_HOST": str(self.told(way)),
+        }
+        port = free_port()
+        argv, env = launch_command([*flags, "--port", str(port)], embedded=self.args.embedded, environ=environ)
+        self.running[way] = ServerProcess(argv, env, self.args.logs / f"{way.replace(' ', '-')}.log", port).start()
+
+    def ask(self, way, ready):
+        """``ready``: the future of its start."""
+        server = self.running[way]
+        try:
+            self.progress(f"{way} ready after {ready.result():.0f} s")
+            seen = examine(server.url, prompts(self.args.model), self.told(way))
+        except (ServerFailed, ServerError, requests.RequestException) as error:
+            self.content["broken"][way] = str(error)
+            self.progress(f"{way} broke: {error}")
+            return
+        finally:
+            server.stop()
+        verdicts = judge(seen)
+        self.content["servers"][way] = {"verdicts": verdicts, **asdict(seen)}
+        self.progress(f"{way}: failed {[what for what, ok in verdicts.items() if not ok]}")
+
+    def go(self, ways):
+        self.content["unfinished"] = list(ways)
+        with ThreadPoolExecutor(len(ways)) as pool:
+            try:
+                for way in ways:
+                    self.start(way)
+                ready = {way: pool.submit(self.running[way].wait_ready, START_SECONDS) for way in ways}
+                for way in ways:
+                    self.ask(way, ready[way])
+                    self.content["unfinished"].remove(way)
+                    self.args.out.write_text(json.dumps(self.content, indent=1) + "\n")
+            finally:
+                for server in self.running.values():
+                    server.stop()
+
+    def exit_code(self):
+        if self.content["broken"]:
+            return 1
+        return 0 if all(all(found["verdicts"].values()) for found in self.content["servers"].values()) else 3
 
 
 def main(argv=None):
@@ -183,21 +228,10 @@ def main(argv=None):
     parser.add_argument("--embedded", action="store_true", help="run the server on the CPU")
     args = parser.parse_args(argv)
     args.logs.mkdir(parents=True, exist_ok=True)
-    progress, found = Progress(), {}
-    try:
-        for backend, layout in CPU_WAYS if args.embedded else WAYS:
-            found[f"{backend} {layout}"] = run(args, backend, layout, progress)
-    except (ServerFailed, ServerError, requests.RequestException) as error:
-        print(error, file=sys.stderr)
-        return 1
-    content = {
-        **origin("tests.gpu.host_cache", argv, embedded=args.embedded),
-        "servers": {way: {"verdicts": verdicts, **asdict(seen)} for way, (seen, verdicts) in found.items()},
-    }
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
-    passed = all(all(verdicts.values()) for _, verdicts in found.values())
-    print("OK" if passed else "FAILED")
-    return 0 if passed else 3
+    run = Run(args, argv)
+    run.go([" ".join(way) for way in (CPU_WAYS if args.embedded else WAYS)])
+    print("FAILED" if run.exit_code() else "OK")
+    return run.exit_code()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Gated-delta hybrids on a GPU: drafted against undrafted, prefix cache, chunks, pools and plans.
 
-usage: python -m tests.gpu.hybrid OUT.json --logs FOLDER [--moe]
+usage: python -m tests.gpu.hybrid OUT.json --logs FOLDER [--moe | --two-gpus]
 
 A Qwen3.5 text model with random weights (8 layers, of which two keep K and V; hidden size 512, 8 query and 2 KV
 heads of 256, recurrent heads of 128) is served ten times at once with CUDA graphs: BF16, FP8 and NVFP4 KV, alone
@@ -14,6 +14,9 @@ a near-tie.
 --moe: a Qwen3.5-MoE of these sizes with 64 experts, 8 a token, and a shared one, in SGLang's fused MoE kernel, by the
 four servers with NVFP4 KV and states in FP32. Beside them `fp4kv serve` starts one with the random drafter, which has
 to pass its proof and canary.
+
+--two-gpus: NVFP4 KV on two ranks, beside one GPU's, eager, and with a windowed DFlash2 draft, an oracle's tokens or its
+own: tests/e2e/test_two_sparks.py on GPUs.
 """
 
 import argparse
@@ -35,10 +38,11 @@ from launcher.equality import NEAR_TIE_BOUNDS, compare
 from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.server import plugin_path
-from tests.e2e.tiny_models import build_draft, build_hybrid
+from tests.e2e.tiny_models import build_dflash2, build_draft, build_hybrid
 from tests.gpu.origin import origin
 from tests.gpu.plan_servers import Case
 from tests.gpu.plan_servers import compare as compare_plan
+from tests.gpu.serving import NCCL
 
 START_SECONDS = 400
 BUDGET = 3_000_000_019
@@ -87,6 +91,15 @@ SERVERS = {
 }
 WITH_EXPERTS = {name: SERVERS[name] for name in ("nvfp4", "nvfp4 eager", "nvfp4 oracle", "nvfp4 random")}
 HELD = "fp4kv serve"
+TWO = ("--tp-size", "2", *NCCL)
+ON_TWO = {
+    "nvfp4 one GPU": Server("nvfp4"),
+    "nvfp4": Server("nvfp4", flags=TWO, reference="nvfp4 one GPU"),
+    "nvfp4 eager": Server("nvfp4", flags=(*TWO, *NO_GRAPHS), reference="nvfp4"),
+    "nvfp4 oracle": Server("nvfp4", "oracle", TWO, "nvfp4"),
+    "nvfp4 random": Server("nvfp4", "random", TWO, "nvfp4"),
+}
+WINDOW = 128
 
 
 def prompts():
@@ -122,15 +135,18 @@ def ask(url, drafted):
 
 
 class Run:
-    """``servers`` by name, each after its reference, and folders of their ``targets``.
+    """``servers`` by name, each after its reference, and folders of their ``targets``. ``dflash2``: whether the
+    draft is one, with windows.
 
     They are started together and asked one after the other.
     """
 
-    def __init__(self, scratch, logs, servers, targets):
+    def __init__(self, scratch, logs, servers, targets, dflash2=False):
         self.scratch, self.logs, self.progress = scratch, logs, Progress()
         self.servers, self.targets = servers, targets
         self.draft = build_draft(scratch / "draft", targets["bf16"])
+        if dflash2:
+            self.draft = build_dflash2(scratch / "dflash2", self.draft, WINDOW)
         self.answers, self.reports = {}, {}
 
     def case(self, name):
@@ -146,6 +162,8 @@ class Run:
 
     def environment(self):
         env = {**os.environ, "FP4KV_KV_BUDGET_BYTES": str(BUDGET)}
+        # Servers on one GPU and on two start side by side.
+        env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return {**env, "PYTHONPATH": plugin_path(env)}
 
     def start(self, name):
@@ -300,11 +318,11 @@ def finish(out, module, begun, found, **more):
 
 
 def main():
-    args, begun = arguments(__doc__, "--moe"), time.monotonic()
-    sizes, servers = (SIZES | EXPERTS, WITH_EXPERTS) if args.moe else (SIZES, SERVERS)
+    args, begun = arguments(__doc__, "--moe", "--two-gpus"), time.monotonic()
+    sizes, servers = (SIZES | EXPERTS, WITH_EXPERTS) if args.moe else (SIZES, ON_TWO if args.two_gpus else SERVERS)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as beside:
         target = build_hybrid(Path(scratch, "target"), **sizes)
-        run = Run(Path(scratch), args.logs, servers, {"bf16": target})
+        run = Run(Path(scratch), args.logs, servers, {"bf16": target}, dflash2=args.two_gpus)
         held = beside.submit(run.go_held, "nvfp4 random") if args.moe else None
         run.go()
         found = {name: findings(run, name) for name in servers}

@@ -35,13 +35,13 @@ GRAPHS = {"graph": [], "eager": _NO_GRAPHS}
 COMMON = ["--attention-backend", "triton", *GPU_FLAGS]
 ONE_GPU = "one GPU"
 # NCCL alone: SGLang's other collectives want peers' memory or NVLink multicast, which a borrowed host may forbid.
-_NCCL = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+NCCL = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
 
 
 def servers(model, draft, tp=1):
     """Flags by (KV dtype, drafted, graph mode); with ``tp`` above 1 also those of (KV dtype, False, ONE_GPU)."""
     drafted = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
-    spread = ["--tp-size", str(tp), *_NCCL] if tp > 1 else []
+    spread = ["--tp-size", str(tp), *NCCL] if tp > 1 else []
     plain = {
         (kv, False, ONE_GPU): ["--model-path", str(model), "--kv-cache-dtype", kv, *COMMON]
         for kv in ("bf16", "nvfp4")
@@ -180,6 +180,14 @@ def main():
     prompts = load_prompts(args.prompts, args.model)
     for prompt in prompts:
         prompt.setdefault("max_new_tokens", args.tokens)
+    return serve_and_compare("tests.gpu.serving", args, prompts)
+
+
+def serve_and_compare(module, args, prompts):
+    """Serves, asks, compares, and writes ``args.out`` for ``python -m module``; the exit code.
+
+    ``args``: of this module's command line. ``prompts``: a name, "input_ids" and "max_new_tokens" each.
+    """
     run = Run(args, prompts, args.logs)
     begun = time.monotonic()
     run.go()
@@ -195,7 +203,7 @@ def main():
     for name, values in lengths.items():
         print(f"accept length {name}: mean {sum(values) / len(values):.2f}, min {min(values):.2f}")
     content = {
-        **origin("tests.gpu.serving"),
+        **origin(module),
         "seconds": round(time.monotonic() - begun, 1),
         "near_tie_bounds": NEAR_TIE_BOUNDS,
         "failed": wrong,

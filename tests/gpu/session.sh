@@ -44,6 +44,8 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
       --depths 512,1800 --context 2048 ;;
     hybrid) phase hybrid "$py" -m tests.gpu.hybrid "$out/h200_hybrid.json" --logs "$out/logs/hybrid" ;;
     hybrid-moe) phase hybrid-moe "$py" -m tests.gpu.hybrid "$out/h200_hybrid_moe.json" --moe --logs "$out/logs/hybrid-moe" ;;
+    hybrid-tp2) phase hybrid-tp2 "$py" -m tests.gpu.hybrid "$out/h200x2_hybrid.json" --two-gpus --logs "$out/logs/hybrid-tp2" ;;
+    windows) phase windows "$py" -m tests.gpu.windows "$out/h200_windows.json" --logs "$out/logs/windows" ;;
     weights) phase weights "$py" -m tests.gpu.weights "$out/h200_weights.json" --logs "$out/logs/weights" ;;
     plan) phase plan "$py" -m tests.gpu.plan_servers "$out/h200_plan.json" --logs "$out/logs/plan" ;;
     long) phase long "$py" -m tests.gpu.long_run models/pair/target models/pair/draft "$out/h200_long.json" \

@@ -145,5 +145,5 @@ def test_every_path_exists(file):
 def test_every_phase_that_is_named_is_one():
     """Of tests/gpu/session.sh, which only a GPU runs."""
     phases = set(re.findall(r"^ {4}([a-z0-9-]+)\)", (ROOT / "tests/gpu/session.sh").read_text(), re.M))
-    named = re.findall(r"tests/gpu/session\.sh\s+OUT_DIR\s+([a-z0-9\s-]+)`", README.read_text())
+    named = re.findall(r"tests/gpu/session\.sh\s+OUT_DIR\s+([a-z0-9\s-]+)`", README)
     assert len(named) >= 5 and {phase for text in named for phase in text.split()} <= phases

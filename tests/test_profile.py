@@ -12,9 +12,11 @@ import pytest
 
 from launcher.compat import PAIR, PATCHED
 from launcher.flags import UsageError, parse
-from launcher.judge import judge
+from launcher.judge import decide, judge
 from launcher.probe import Machine, parse_gpu
 from launcher.profile import Profile, load_profile
+from launches import HYBRID, launch, machine
+from test_rules import dflash2, packed
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -63,6 +65,21 @@ def test_the_machines_that_were_asked_for():
     assert by_name["b200"].gpu == "sm_100"
 
 
+@pytest.mark.parametrize(
+    ("name", "draft", "without"),
+    [("rtx-5090", None, ()), ("dgx-spark-2x", dflash2(), ()), ("dgx-spark-2x", {}, ()), ("dgx-spark-2x", {}, ("FP4-103",))],
+)
+def test_a_note_names_what_its_target_needs_allowed(tmp_path, name, draft, without):
+    """Of a hybrid with NVFP4 weights, which the two profiles are for; ``without`` one of them it is refused."""
+    profile = load_profile(ROOT / "configs" / f"{name}.yaml")
+    allow = tuple(id for id in re.findall(r"--allow (FP4-\d+)", profile.note) if id not in without)
+    folders = {"target": HYBRID, "tensors": packed()} | ({} if draft is None else {"draft": draft})
+    asked = launch(tmp_path, list(profile.flags), on=machine(profile.gpu), **folders)
+    verdict = decide(asked, allow=allow)
+    assert [r.id for r in verdict.refusals] == list(without)
+    assert {r.id for r in verdict.allowed} == set(allow)
+
+
 def test_the_pair_is_what_its_result_measured():
     pair = load_profile(ROOT / "configs" / "pair.yaml")
     result = json.loads(Path(pair.result).read_text())
@@ -89,7 +106,8 @@ def test_shipped_profiles_are_accepted_with_what_their_notes_allow(file):
     machine = Machine(parse_gpu(profile.gpu, profile.gpu_memory_gb), PATCHED)
     found = judge(flags, machine=machine, allow=allow, profile=profile)
     assert [r.id for r in found.refusals] == []
-    assert [r.id for r in found.allowed] == allow
+    # The pair needs none of those that a note names for other targets.
+    assert [r.id for r in found.allowed] == [id for id in allow if id in ("FP4-026", "FP4-027")]
 
 
 def test_every_key(tmp_path):

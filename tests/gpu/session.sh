@@ -40,6 +40,8 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
     throughput) phase throughput "$py" -m tests.gpu.throughput "$MODEL" "$out/h200_throughput.json" \
       --logs "$out/logs/throughput" ;;
     checks) phase checks "$py" -m tests.gpu.checks models/pair/target "$out/checks" --draft models/pair/draft ;;
+    checks-sibling) phase checks-sibling "$py" -m tests.gpu.checks models/sibling/target "$out/checks-sibling" \
+      --draft models/sibling/draft --context 131072 --pool 140000 --depths 8000,60000,110000 --skip soak ;;
     checks-smollm2) phase checks-smollm2 "$py" -m tests.gpu.checks "$MODEL" "$out/checks-smollm2" --suite chat \
       --depths 512,1800 --context 2048 ;;
     hybrid) phase hybrid "$py" -m tests.gpu.hybrid "$out/h200_hybrid.json" --logs "$out/logs/hybrid" ;;

@@ -51,7 +51,7 @@ def require_active() -> None:
 
 
 def leave_out_cuda_packages() -> None:
-    """`import flashinfer` and `import cutlass` fail in this process from here on.
+    """`import flashinfer` and `import cutlass` fail in this process from here on, if nothing has imported them yet.
 
     SGLang imports them wherever they are installed, which is a sixth of every process's start, and a
     DFlash2 draft's selector then calls FlashInfer's top-k, which takes CUDA tensors alone

@@ -5,13 +5,12 @@ Only the headers and the few bytes of the scales are read, never a weight.
 
 import hashlib
 import json
-import math
 import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_fp4kv.checkpoint_scales import read_header, scales_in
+from sglang_fp4kv.checkpoint_scales import read_header, scales_in, unusable
 from sglang_fp4kv.served import CONV, SELECTOR
 
 # Names of a DFlash2 draft's tensors, as srt/models/dflash.py @ 0.5.23 loads them.
@@ -33,10 +32,10 @@ class Checkpoint:
     """A folder's weights.
 
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
-    the least. ``kv_scales``: layer id -> {"k": value, "v": value}; a value is None where its dtype is
-    not a plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``weights``: which of
-    NVFP4_WEIGHTS, INPUT_SCALED and PACKED_HEAD it holds. ``problem``: why the files could not be read, None where
-    they could.
+    the least. ``kv_scales``: layer id -> {"k": values, "v": values} of the target's own layers, a value None
+    where it is not one plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``weights``:
+    which of NVFP4_WEIGHTS, INPUT_SCALED and PACKED_HEAD it holds. ``problem``: why the files could not be read,
+    None where they could.
     """
 
     weights_bytes: int | None = None
@@ -47,13 +46,14 @@ class Checkpoint:
 
     @property
     def bad_scales(self):
-        """(layer, side, value) of every scale that the server cannot use, in layer order."""
-        return [
-            (layer, side, value)
-            for layer, sides in sorted((self.kv_scales or {}).items())
-            for side, value in sorted(sides.items())
-            if value is not None and not (math.isfinite(value) and value > 0)
-        ]
+        """Texts naming every scale that the server cannot use, in layer order."""
+        return list(unusable(self.kv_scales or {}))
+
+    @property
+    def clamped_v_scales(self):
+        """Whether the v_scale of every layer is exactly 1.0."""
+        scales = self.kv_scales or {}
+        return bool(scales) and all(set(sides.get("v", ())) == {1.0} for sides in scales.values())
 
     def layers_without_scales(self, layers):
         """Of the layer ids ``layers``, those with no K or no V scale; empty where no layer has one."""
@@ -80,7 +80,7 @@ def _read(file, scales, modules, weights):
             modules.update(module for module, pattern in _MODULES.items() if pattern.search(name))
             weights.update(kind for kind, pattern in _WEIGHTS.items() if pattern.search(name))
         for layer, side, value in scales_in(stream, header, begin):
-            scales.setdefault(layer, {})[side] = value
+            scales.setdefault(layer, {}).setdefault(side, []).append(value)
     return loaded
 
 

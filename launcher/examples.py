@@ -255,4 +255,5 @@ EXAMPLES = {
     "FP4-111": _MODEL | {"where": "sm_90"},
     "FP4-112": _MODEL,
     "FP4-113": _MODEL,
+    "FP4-114": {"asked": f"{_NVFP4} --quantization-param-path scales.json"},
 }

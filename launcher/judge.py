@@ -30,6 +30,7 @@ RESULTS = {
 }
 RESULTS_FOLDER = "tests/bench/results"
 _LARGEST = 1 << 40
+_MODELS = ("--model-path", "--speculative-draft-model-path")
 
 
 def add_arguments(parser):
@@ -91,7 +92,8 @@ def judge(sglang_flags, *, machine, allow=(), profile=None):
     if profile is not None:
         named = {"draft_revision": profile.draft_revision, "draft_sha256": profile.draft_sha256}
     if flags.kv_cache_dtype in FP4 or any(named.values()):
-        facts = {flag: read_facts(path, flag) for flag, path in paths.items()}
+        revisions = dict(zip(_MODELS, (flags.revision, flags.speculative_draft_model_revision), strict=True))
+        facts = {flag: read_facts(path, flag, revisions[flag], flags.download_dir) for flag, path in paths.items()}
         if flags.kv_cache_dtype in FP4:
             _check_pairing(flags)
     else:
@@ -155,7 +157,7 @@ def _warnings(launch, allow, found):
             "the GPU's memory is unknown, so the pools were not judged by it; "
             "fp4kv judge --gpu-memory states it"
         )
-    for facts, flag in ((launch.target, "--model-path"), (launch.draft, "--speculative-draft-model-path")):
+    for facts, flag in zip((launch.target, launch.draft), _MODELS, strict=True):
         asked = getattr(launch.flags, flag.lstrip("-").replace("-", "_"))
         if asked is not None and facts is None:
             yield f"{flag} {asked} is not on this machine, so nothing was judged by its config.json"
@@ -163,6 +165,11 @@ def _warnings(launch, allow, found):
             yield f"{flag} {asked} holds no safetensors to read: weights and KV scales are unknown"
     if launch.target is not None and launch.target.checkpoint.kv_scales == {}:
         yield "the checkpoint has no KV scales: 2^-1 for K and 2^-4 for V are used on every layer"
+    if launch.target is not None and launch.target.checkpoint.clamped_v_scales:
+        yield (
+            "every v_scale is 1.0, ModelOpt's lower bound for FP8; NVFP4's own default for V is 2^-4, and V is "
+            "stored with the checkpoint's"
+        )
     for wanted, known in zip((launch.draft_revision, launch.draft_sha256), found_draft(launch), strict=True):
         if launch.drafter is not None and wanted is not None and known is None:
             yield f"nothing here tells whether the draft is {wanted}, which the profile was made with"

@@ -15,6 +15,7 @@ from launcher.model_kinds import (
     ATTENTION_KINDS, GATED_DELTA, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, base_type,
     pool_of_its_own, sinks, traits, unreadable_figures,
 )  # fmt: skip
+from sglang_fp4kv.checkpoint_scales import checkpoint_folder
 from sglang_fp4kv.served import GATED_DELTA_TYPES
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -29,10 +30,9 @@ class ModelFacts:
 
     ``attention_layers``: ids of the layers that keep K and V for every token. ``passes``: times that
     each runs. ``traits``: what SGLang keeps otherwise, and ``unread``: figures that are not in the file
-    (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``snapshot``: the hub
-    commit the folder is a snapshot of. ``dflash``: what it asks for as a DFlash draft.
-    ``text``: the language model's part of config.json as it stands
-    there.
+    (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``folder``: with the
+    weights. ``snapshot``: the hub commit the folder is a snapshot of. ``dflash``: what it asks for as a
+    DFlash draft. ``text``: the language model's part of config.json as it stands there.
     """
 
     path: str
@@ -128,10 +128,10 @@ def locate(path, flag):
     return None
 
 
-def _config_path(path, flag):
+def _config_path(path, flag, revision, cache):
     place = locate(path, flag)
     if place is None:
-        return None if "://" in path else _cached_config(path, flag)
+        return None if "://" in path else _cached_config(path, flag, revision, cache)
     if not stat.S_ISDIR(place.stat().st_mode):
         raise UsageError(f"{flag} {path}: a folder is needed, this is a file")
     if not os.path.isfile(place / "config.json"):
@@ -139,15 +139,19 @@ def _config_path(path, flag):
     return place / "config.json"
 
 
-def _cached_config(hub_id, flag):
+def _cached_config(hub_id, flag, revision, cache):
+    """Where SGLang reads it, which is the usual cache whatever --download-dir says; else beside the weights."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        cached = try_to_load_from_cache(hub_id, "config.json")
+        for place in (None, cache):
+            cached = try_to_load_from_cache(hub_id, "config.json", cache_dir=place, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached)
     except ValueError as error:
         message = f"{flag} {hub_id}: there is no such folder, and it is no hub id ({error})"
         raise UsageError(message) from None
-    return Path(cached) if isinstance(cached, str) else None
+    return None
 
 
 def _object(value, what, path):
@@ -178,12 +182,13 @@ def _layers(text, count, found):
     return None if recurrent or count is None else range(count)
 
 
-def read_facts(path, flag):
-    """Facts of the model folder ``path``; None for a hub id that is not in the local cache.
+def read_facts(path, flag, revision=None, cache=None):
+    """Facts of the model folder ``path``, or of a hub id's ``revision`` (None: main) with its weights in ``cache``
+    (None: the usual one); None for a hub id that is not on this machine.
 
     Raises: UsageError when the folder, its config.json or a value in it cannot be used.
     """
-    file = _config_path(path, flag)
+    file = _config_path(path, flag, revision, cache)
     if file is None:
         return None
     try:
@@ -218,6 +223,7 @@ def read_facts(path, flag):
     layers = _number(text.get("num_hidden_layers"), "num_hidden_layers", file)
     kinds = text.get("layer_types")
     quantization = config.get("quantization_config")
+    folder = checkpoint_folder(path, revision, cache) or file.parent
     dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), None)
     names = config.get("architectures")
     architectures = tuple(map(str, names if isinstance(names, list) else [names] if names else ()))
@@ -251,8 +257,8 @@ def read_facts(path, flag):
         model_type=model_type,
         max_positions=_number(text.get("max_position_embeddings"), "max_position_embeddings", file),
         quantization=quantization.get("quant_method") if isinstance(quantization, dict) else None,
-        folder=str(file.parent),
-        checkpoint=read_checkpoint(file.parent),
+        folder=str(folder),
+        checkpoint=read_checkpoint(folder),
         architectures=architectures,
         dflash=read_draft_facts(config, text, architectures, file),
         text=text,

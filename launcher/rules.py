@@ -117,6 +117,7 @@ RULES = {
     "FP4-111": Rule(models.scale_of_the_input_is_left_out, FAILS, NVFP4),
     "FP4-112": Rule(models.scale_of_the_head_is_dropped, FAILS, NVFP4),
     "FP4-113": Rule(models.nvfp4_weights_on_a_gpu, UNTESTED, NVFP4),
+    "FP4-114": Rule(attention.scales_file_is_not_read, FAILS, NVFP4, server_refuses=True),
 }
 
 

@@ -69,6 +69,12 @@ def dequant_dtype_has_no_meaning(launch):
     return _facts(launch, "kv_cache_dtype", *_BACKENDS, "prefill_kv_cache_dequant_dtype", dtype=asked)
 
 
+def scales_file_is_not_read(launch):
+    if launch.flags.quantization_param_path is None:
+        return None
+    return _facts(launch, "kv_cache_dtype", "quantization_param_path")
+
+
 def deterministic(launch):
     if not launch.flags.enable_deterministic_inference:
         return None

@@ -154,8 +154,7 @@ def kv_scales_are_unusable(launch):
     bad = launch.target.checkpoint.bad_scales if launch.target else []
     if not bad:
         return None
-    named = [f"{side}_scale {value} of layer {layer}" for layer, side, value in bad]
-    return _model(launch, bool, scales=_counted(named, 3))
+    return _model(launch, bool, scales=_counted(bad, 3))
 
 
 def kv_scales_are_missing(launch):

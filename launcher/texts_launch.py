@@ -263,4 +263,11 @@ TEXTS = {
         evidence=f"_handle_eagle_family in {_SPEC_HOOK}; tests/test_verify_sampling.py",
         help="leave out --speculative-adaptive, --speculative-token-map, --speculative-use-rejection-sampling and --speculative-use-block-verification, or --allow FP4-104",
     ),
+    "FP4-114": Text(
+        name="scales-file-beside-nvfp4",
+        says="KV scales are given in a file, which is read for fp8_e4m3 KV alone",
+        why="SGLang would leave the file out without a word, and K and V would be stored with other scales than it says; NVFP4 takes KV scales from the checkpoint",
+        evidence="load_kv_cache_scales in srt/model_executor/model_runner_components/load_model_utils.py @ sglang 0.5.23",
+        help="leave out --quantization-param-path",
+    ),
 }

@@ -60,7 +60,7 @@ TEXTS = {
     "FP4-043": Text(
         name="kv-scales-unusable",
         says="{path} holds {scales}",
-        why="a KV scale multiplies whatever is read, so it must be finite and above zero; SGLang would put 1.0 or the other side's in its place",
+        why="a KV scale multiplies whatever is read, so it must be one number, finite and above zero; SGLang would put 1.0 or the other side's in its place",
         evidence="sglang_fp4kv/checkpoint_scales.py; srt/layers/quantization/kv_cache.py @ sglang 0.5.23",
         help=_FP8,
     ),

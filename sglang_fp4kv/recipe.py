@@ -15,7 +15,8 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_fp4kv import formats
-from sglang_fp4kv.scales import checkpoint_folder, read_global_scales
+from sglang_fp4kv.checkpoint_scales import checkpoint_folder
+from sglang_fp4kv.scales import promised_scales, read_global_scales
 from sglang_fp4kv.served import BACKEND
 
 _PACKED_ACCESSES = tuple(
@@ -70,7 +71,7 @@ class PackedNVFP4Method(NVFP4KVCacheMethod):
             )
         served = get_model()
         folder = checkpoint_folder(served.model_path, served.revision, served.download_dir)
-        self.scales = read_global_scales(layers, folder)
+        self.scales = read_global_scales(layers, folder, promised_scales(model))
         size = max(self.scales.k) + 1
         self.k_scales_float = [self.scales.k.get(i, 1.0) for i in range(size)]
         self.v_scales_float = [self.scales.v.get(i, 1.0) for i in range(size)]

@@ -17,7 +17,7 @@ from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorith
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
 from sglang_fp4kv import formats
-from sglang_fp4kv.checkpoint_scales import check_scales
+from sglang_fp4kv.checkpoint_scales import check_scales, checkpoint_folder
 from sglang_fp4kv.served import (
     BACKEND,
     DRAFT_DTYPE_DEFAULT,
@@ -116,6 +116,8 @@ def unproven(server_args):
         "--enable-deterministic-inference": cfg.enable_deterministic_inference,
         # A mixed batch sends decodes through prefill, which reads their own K and V in BF16.
         "--enable-mixed-chunk": cfg.enable_mixed_chunk,
+        # SGLang reads it for fp8_e4m3 alone (load_kv_cache_scales in load_model_utils.py) and says nothing.
+        f"--quantization-param-path {cfg.quantization_param_path}": cfg.quantization_param_path is not None,
         f"--speculative-algorithm {drafter}": drafter not in (None, *DRAFTERS),
         "--enable-multi-layer-eagle": cfg.enable_multi_layer_eagle,
         f"{drafter} on a {model.dtype} target": drafter not in (None, *DRAFTERS_WITHOUT_MODEL)
@@ -176,7 +178,7 @@ def resolve_kv4(server_args, previous):
     refused = unproven(server_args)
     if refused:
         raise ValueError("NVFP4 KV on Triton does not serve " + "; nor ".join(refused))
-    check_scales(cfg.model_path)
+    check_scales(checkpoint_folder(cfg.model_path, cfg.revision, cfg.download_dir))
     if _drafter(cfg) in (None, *DRAFTERS_WITHOUT_MODEL):
         return
     dtype = cfg.speculative_draft_kv_cache_dtype

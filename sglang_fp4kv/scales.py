@@ -14,7 +14,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from sglang_fp4kv.checkpoint_scales import read_scales
+from sglang_fp4kv.checkpoint_scales import has_safetensors, read_scales
 from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
 
 # SGLang 0.5.23 sets an attention layer's scale to exactly 1.0 when the checkpoint has none
@@ -57,18 +57,15 @@ def scale_value(raw, layer_id, side):
     return None if value == _ABSENT else value
 
 
-def checkpoint_folder(model_path, revision=None, cache=None):
-    """The folder with the files of ``model_path`` once they were loaded: itself, or of a hub id its snapshot in
-    ``cache`` (None: the usual one). None where there is none, as for weights that were streamed."""
-    if not model_path or os.path.isdir(model_path):
-        return model_path
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(model_path, "config.json", cache_dir=cache, revision=revision)
-    except ValueError:  # no hub id either
-        return None
-    return os.path.dirname(found) if isinstance(found, str) else None
+def promised_scales(model):
+    """What the quantization config of ``model`` says of KV scales in its checkpoint; None where it promises none."""
+    for module in model.modules():
+        config = getattr(module, "quant_config", None)
+        for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
+            said = getattr(config, name, None)
+            if said and not (isinstance(said, dict) and said.get("dynamic")):
+                return f"{name} {said}"
+    return None
 
 
 def other_than_the_checkpoint(k, v, promised):
@@ -92,14 +89,16 @@ def _take_from_files(loaded, side, promised):
             loaded[layer] = _usable(*values, layer, side)
 
 
-def read_global_scales(attention_layers, folder=None):
+def read_global_scales(attention_layers, folder=None, promise=None):
     """Global scales of every attention layer, from the loaded model and from its files in ``folder``.
 
     Sizes: ``attention_layers`` is an iterable of objects with ``layer_id``, ``k_scale``, ``v_scale``
-    (SGLang's RadixAttention); the results are dicts from layer id to float, unitless.
+    (SGLang's RadixAttention); the results are dicts from layer id to float, unitless. ``promise``: of
+    promised_scales.
 
     Raises: ValueError when a scale is not usable, when one side of a layer or a layer is missing, when the
-    files name scales for a layer without saying what they are, or other ones than were loaded.
+    files name scales for a layer without saying what they are, or other ones than were loaded, and when there
+    are no files to say where the scales went that were promised.
     """
     k, v = {}, {}
     for layer in attention_layers:
@@ -132,6 +131,11 @@ def read_global_scales(attention_layers, folder=None):
         )
     if present:
         return GlobalScales(k, v, "checkpoint")
+    if promise and not has_safetensors(folder):
+        raise ValueError(
+            f"the checkpoint's configuration promises KV scales ({promise}), but none arrived on the loaded model, and "
+            f"no safetensors are {f'in {folder}' if folder else 'on this machine'} to read them from"
+        )
     return GlobalScales(
         dict.fromkeys(k, DEFAULT_K_GLOBAL_SCALE), dict.fromkeys(v, DEFAULT_V_GLOBAL_SCALE), "default"
     )

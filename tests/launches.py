@@ -68,6 +68,17 @@ def scales(values, layers=None):
     }
 
 
+def cached(cache, commit, *, main=False):
+    """The folder of that commit of the hub id org/name in ``cache``, which ``main`` names from now on."""
+    repository = cache / "models--org--name"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True, exist_ok=True)
+    if main:
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+    return snapshot
+
+
 def folder(path, config, tensors=None):
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))

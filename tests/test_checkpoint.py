@@ -58,19 +58,19 @@ def test_a_scale_is_read_in_its_dtype(tmp_path, dtype, raw, value):
     names = ("k_proj.output_scale", "attn.v_scale")
     tensors = {f"model.layers.3.self_attn.{name}": (dtype, [1], raw) for name in names}
     write_safetensors(tmp_path / "a.safetensors", tensors)
-    assert read_checkpoint(tmp_path).kv_scales == {3: {"k": value, "v": value}}
+    assert read_checkpoint(tmp_path).kv_scales == {3: {"k": [value], "v": [value]}}
 
 
 def test_one_scale_may_stand_for_both_sides(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", {"model.layers.0.self_attn.kv_scale": scale(0.5)})
-    assert read_checkpoint(tmp_path).kv_scales == {0: {"k": 0.5, "v": 0.5}}
+    assert read_checkpoint(tmp_path).kv_scales == {0: {"k": [0.5], "v": [0.5]}}
 
 
 def test_bad_and_missing_scales(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", scales([0.5, 0.0, math.inf, 1.0]))
     found = read_checkpoint(tmp_path)
-    assert [(layer, side) for layer, side, _ in found.bad_scales] == [
-        (1, "k"), (1, "v"), (2, "k"), (2, "v"),
+    assert found.bad_scales == [
+        "k_scale 0.0 of layer 1", "v_scale 0.0 of layer 1", "k_scale inf of layer 2", "v_scale inf of layer 2",
     ]  # fmt: skip
     assert found.layers_without_scales((0, 3, 5)) == [5]
     assert Checkpoint().bad_scales == [] and Checkpoint().layers_without_scales((0,)) == []

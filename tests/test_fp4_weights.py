@@ -109,7 +109,9 @@ def judged(folder):
 def test_a_packed_hybrid_with_all_its_scales_is_accepted(pair):
     checkpoint = read_checkpoint(pair.packed)
     assert checkpoint.weights == {NVFP4_WEIGHTS}
-    assert checkpoint.kv_scales == {i: dict(zip("kv", values, strict=True)) for i, values in kv_scales(LAYERS).items()}
+    assert checkpoint.kv_scales == {
+        i: {side: [value] for side, value in zip("kv", values, strict=True)} for i, values in kv_scales(LAYERS).items()
+    }
     assert judged(pair.packed) == []
 
 

@@ -17,7 +17,8 @@ from launcher.flags import UsageError
 from launcher.probe import Failed, Machine
 from launcher.refusal import COLUMNS, TEXTS, refusal
 from launches import (
-    DFLASH, DRAFT, H200, HYBRID, MX, NO_GPU, NVFP4, TARGET, WINDOWED, argv, folder, launch, machine, patch_state, scales,
+    DFLASH, DRAFT, H200, HYBRID, MX, NO_GPU, NVFP4, TARGET, WINDOWED, argv, folder, launch, machine, patch_state,
+    scale, scales,
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -275,6 +276,14 @@ def test_what_could_not_be_looked_at_is_a_warning(tmp_path, monkeypatch):
     assert "--model-path nobody/no-such-model is not on this machine" in warnings
     assert "--device cpu: Triton's interpreter runs the kernels" in warnings
     assert "no KV scales" not in " ".join(decide(tmp_path, NVFP4, tensors=scales([0.5] * 4)).warnings)
+
+
+@pytest.mark.parametrize(("last", "told"), [(1.0, True), (1.5, False)])
+def test_v_scales_that_are_modelopts_lower_bound_are_pointed_out(tmp_path, last, told):
+    tensors = scales([1.0] * 4) | {"model.layers.3.self_attn.attn.v_scale": scale(last)}
+    verdict = decide(tmp_path, NVFP4, tensors=tensors)
+    assert verdict.accepted
+    assert ("every v_scale is 1.0, ModelOpt's lower bound for FP8" in " ".join(verdict.warnings)) == told
 
 
 class Profile:

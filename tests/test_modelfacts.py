@@ -6,6 +6,7 @@ import pytest
 
 from launcher.flags import UsageError
 from launcher.modelfacts import read_facts
+from launches import cached, scales, write_safetensors
 
 TARGET = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
 
@@ -169,3 +170,26 @@ def test_a_hub_snapshot_knows_its_commit(tmp_path):
     folder.mkdir(parents=True)
     assert facts(folder).snapshot == "ab" * 20
     assert facts(tmp_path).snapshot is None
+
+
+def test_a_hub_id_is_read_at_its_revision_and_its_weights_where_they_are_put(tmp_path, monkeypatch):
+    """SGLang keeps config.json in the usual cache, and the weights in --download-dir."""
+    usual, asked = tmp_path / "usual", tmp_path / "asked"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(usual))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(usual))
+    for commit, layers, value in (("a" * 40, 4, 0.25), ("b" * 40, 6, 0.5)):
+        home = cached(usual, commit, main=commit[0] == "a")
+        (home / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": layers}))
+        write_safetensors(cached(asked, commit, main=commit[0] == "a") / "m.safetensors", scales([value]))
+    for revision, layers, value in ((None, 4, 0.25), ("main", 4, 0.25), ("b" * 40, 6, 0.5)):
+        found = read_facts("org/name", "--model-path", revision, str(asked))
+        assert (found.num_layers, found.checkpoint.kv_scales) == (layers, {0: {"k": [value], "v": [value]}})
+        assert found.snapshot == found.folder[-40:] and found.folder.startswith(str(asked))
+        assert read_facts("org/name", "--model-path", revision).checkpoint.weights_bytes is None
+    assert read_facts("org/name", "--model-path", "c" * 40, str(asked)) is None
+
+
+def test_a_config_beside_the_weights_is_read(tmp_path, monkeypatch):
+    (cached(tmp_path, "a" * 40, main=True) / "config.json").write_text(json.dumps(TARGET))
+    assert read_facts("org/name", "--model-path", None, str(tmp_path)).num_layers == 4
+    assert read_facts("org/name", "--model-path", "other", str(tmp_path)) is None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import scales, write_safetensors
+from launches import cached, scales, write_safetensors
 
 MODEL = {
     "head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False,
@@ -16,6 +16,9 @@ MODEL = {
 WINDOWS = {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
 ARGS = {
     "model_path": "org/name",
+    "revision": None,
+    "download_dir": None,
+    "quantization_param_path": None,
     "kv_cache_dtype": "nvfp4",
     "attention_backend": "triton",
     "prefill_attention_backend": None,
@@ -161,6 +164,7 @@ def test_a_dequant_dtype_has_no_meaning_here(resolve):
         ({"dcp_size": 2}, "--dcp-size 2"),
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+        ({"quantization_param_path": "s.json"}, "--quantization-param-path s.json"),
         ({"speculative_algorithm": "dspark"}, "--speculative-algorithm DSPARK"),
         ({"speculative_algorithm": "FROZEN_KV_MTP"}, "--speculative-algorithm FROZEN_KV_MTP"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
@@ -265,3 +269,11 @@ def test_unusable_kv_scales_are_refused_before_weights_are_loaded(resolve, tmp_p
     with pytest.raises(ValueError, match=r"k_scale -1\.0 of layer 1"):
         resolve(model_path=str(tmp_path))
     assert resolve(model_path=str(tmp_path), kv_cache_dtype="fp8_e4m3") == ({}, ["prefill", "kv4"])
+
+
+def test_those_of_a_hub_id_too_where_they_are_here_already(resolve, tmp_path):
+    snapshot = cached(tmp_path, "a" * 40, main=True)
+    write_safetensors(snapshot / "a.safetensors", scales([0.5, -1.0]))
+    with pytest.raises(ValueError, match=r"k_scale -1\.0 of layer 1"):
+        resolve(download_dir=str(tmp_path))
+    assert resolve(download_dir=str(tmp_path), revision="other") == ({}, [])

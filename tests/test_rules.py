@@ -9,6 +9,7 @@ import pytest
 from launcher.launch import memory
 from launcher.refusal import COLUMNS, TEXTS, render
 from launcher.rules import FAILS, RULES, UNTESTED, judge
+from sglang_fp4kv.checkpoint_scales import check_scales
 from launches import DFLASH, H200, HYBRID, MX, NO_GPU, NVFP4, WINDOWED, launch, machine, scale, scales
 
 GOOD = [*NVFP4, *DFLASH, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
@@ -134,6 +135,7 @@ CASES = {
         "with": ["FP4-113"],
     },
     "FP4-113": {**plain(), "tensors": packed()},
+    "FP4-114": plain("--quantization-param-path", "scales.json"),
 }  # fmt: skip
 
 
@@ -379,6 +381,27 @@ def test_a_kv_scale_that_cannot_be_used_is_named(tmp_path, value):
     (only,) = judge(launch(tmp_path, NVFP4, tensors=scales([0.5, value, 0.5, 0.5])))
     assert only.id == "FP4-043"
     assert f"k_scale {value} of layer 1, v_scale {value} of layer 1" in only.says
+
+
+def test_a_kv_scale_that_cannot_be_read_or_is_not_clear_is_refused(tmp_path):
+    """As check_scales does in the server."""
+    tensors = scales([0.5] * 4) | {"model.layers.2.self_attn.attn.v_scale": ("F8_E8M0", [1], b"\x7f")}
+    tensors["model.layers.3.self_attn.k_proj.k_scale"] = scale(2.0)
+    (only,) = judge(launch(tmp_path, NVFP4, tensors=tensors))
+    assert only.id == "FP4-043"
+    assert "v_scale of layer 2 in a form that cannot be read" in only.says
+    assert "k_scale 0.5 and 2.0 of layer 3" in only.says
+    with pytest.raises(ValueError, match=r"v_scale of layer 2 in a form .*, k_scale 0\.5 and 2\.0 of layer 3"):
+        check_scales(tmp_path / "t")
+
+
+def test_kv_scales_of_other_modules_are_not_the_targets(tmp_path):
+    """A draft head's are neither its first layer's nor a reason to refuse, and a vision tower's are none at all."""
+    head = {f"mtp.layers.0.self_attn.attn.{side}_scale": scale(0.0) for side in "kv"}
+    assert judge(launch(tmp_path, NVFP4, tensors=scales([0.5] * 4) | head)) == []
+    tower = {f"vision_tower.encoder.layers.{i}.self_attn.k_proj.k_scale": scale(0.7) for i in range(4)}
+    foreign = launch(tmp_path, NVFP4, tensors=head | tower)
+    assert judge(foreign) == [] and foreign.target.checkpoint.kv_scales == {}
 
 
 def test_a_missing_kv_scale_names_its_layers(tmp_path):

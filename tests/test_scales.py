@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import scale, scales, write_safetensors
+from launches import cached, scale, scales, write_safetensors
 
-from sglang_fp4kv.checkpoint_scales import check_scales, read_scales
+from sglang_fp4kv.checkpoint_scales import check_scales, checkpoint_folder, read_scales
 from sglang_fp4kv.formats import DEFAULT_K_GLOBAL_SCALE, DEFAULT_V_GLOBAL_SCALE
-from sglang_fp4kv.scales import checkpoint_folder, read_global_scales, scale_value
+from sglang_fp4kv.scales import promised_scales, read_global_scales, scale_value
 
 
 def layer(layer_id, k=None, v=None):
@@ -83,11 +83,43 @@ def test_scales_on_some_layers_only_are_refused():
         "model.layers.7.self_attn.attn.k_scale",
         "model.layers.7.self_attn.kv_scale",
         "language_model.model.layers.7.self_attn.k_proj.output_scale",
+        "model.language_model.layers.7.self_attn.k_proj.k_scale",  # Qwen3.5, and Gemma 3 as transformers writes it
+        "language_model.model.layers.7.self_attn.v_proj.v_scale",  # Gemma 3 as it was published
+        "model.decoder.layers.7.self_attn.k_scale",
+        "transformer.encoder.layers.7.self_attention.k_scale",
+        "layers.7.self_attn.k_scale",
     ],
 )
 def test_scale_names_of_checkpoints_are_known(tmp_path, name):
     write_header(tmp_path, [name, "model.layers.7.self_attn.k_proj.weight_scale", "lm_head.weight"])
     assert set(read_scales(tmp_path)) == {7}
+
+
+FOREIGN = [
+    "vision_tower.encoder.layers.7.self_attn.k_proj.k_scale",
+    "model.vision_tower.vision_model.encoder.layers.7.self_attn.k_proj.k_scale",
+    "model.visual.layers.7.attn.k_scale",
+    "audio_tower.layers.7.self_attn.k_scale",
+    "mtp.layers.7.self_attn.k_scale",
+    "model.mtp.layers.7.self_attn.kv_scale",
+    "model.encoder.layers.7.self_attn.k_scale",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_scales_of_another_module_are_not_the_targets(tmp_path, name):
+    write_header(tmp_path, [name, name.replace("k_", "v_")])
+    assert read_scales(tmp_path) == {}
+    assert read_global_scales([layer(7)], tmp_path).source == "default"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "model.safetensors"}}))
+    assert read_scales(tmp_path) == {}
+
+
+def test_a_draft_heads_scales_do_not_blur_the_targets(tmp_path):
+    head = {f"mtp.layers.0.self_attn.attn.{side}_scale": scale(2.0) for side in "kv"}
+    write_safetensors(tmp_path / "a.safetensors", scales([0.5, 0.25]) | head)
+    found = read_global_scales([layer(0), layer(1)], tmp_path)
+    assert (found.source, found.k, found.v) == ("checkpoint", {0: 0.5, 1: 0.25}, {0: 0.5, 1: 0.25})
 
 
 def test_an_index_is_read_before_the_files(tmp_path):
@@ -136,12 +168,12 @@ def test_a_side_that_the_files_leave_out_is_refused(tmp_path):
 
 
 def test_scales_that_are_neither_loaded_nor_clear_stop_the_launch(tmp_path):
-    """Of layer 0 there are two, one of them a draft head's, and layer 1's file is not here."""
+    """Of layer 0 there are two that differ, and layer 1's file is not here."""
     index = {f"model.layers.{i}.self_attn.{side}_scale": f"{i}.safetensors" for i in (0, 1) for side in "kv"}
-    index |= {f"mtp.layers.0.self_attn.{side}_scale": "0.safetensors" for side in "kv"}
+    index |= {f"model.layers.0.self_attn.attn.{side}_scale": "0.safetensors" for side in "kv"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    values = {"model": 0.5, "mtp": 2.0}
-    tensors = {f"{p}.layers.0.self_attn.{s}_scale": scale(value) for p, value in values.items() for s in "kv"}
+    values = {"self_attn": 0.5, "self_attn.attn": 2.0}
+    tensors = {f"model.layers.0.{p}.{s}_scale": scale(value) for p, value in values.items() for s in "kv"}
     write_safetensors(tmp_path / "0.safetensors", tensors)
     with pytest.raises(ValueError, match=r"has KV scales for layers \[0, 1\], but they did not arrive"):
         read_global_scales([layer(0), layer(1)], tmp_path)
@@ -151,16 +183,60 @@ def test_scales_that_are_neither_loaded_nor_clear_stop_the_launch(tmp_path):
 
 def test_the_files_of_a_hub_id_are_those_of_its_snapshot(tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = tmp_path / "models--org--name" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    refs = tmp_path / "models--org--name" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text(commit)
+    snapshot = cached(tmp_path, commit, main=True)
     for revision in (None, "main", commit):
         assert checkpoint_folder("org/name", revision, str(tmp_path)) == str(snapshot)
     assert checkpoint_folder("org/name", "other", str(tmp_path)) is None
     assert checkpoint_folder("org/other", None, str(tmp_path)) is None
+
+
+def test_weights_without_a_config_beside_them_are_found(tmp_path, monkeypatch):
+    """--download-dir gets the safetensors alone, or only their index where the usual cache has the weights."""
+    usual, asked = tmp_path / "usual", tmp_path / "asked"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(usual))
+    home = cached(usual, "a" * 40, main=True)
+    assert checkpoint_folder("org/name", None, str(asked)) == checkpoint_folder("org/name") == str(home)
+    (home / "config.json").write_text("{}")
+    there = cached(asked, "a" * 40, main=True)
+    assert checkpoint_folder("org/name", None, str(asked)) == str(there)
+    stored(home, _0_k=0.5, _0_v=0.25)
+    assert checkpoint_folder("org/name", None, str(asked)) == str(home)
+    stored(there, _0_k=2.0, _0_v=4.0)
+    found = read_global_scales([layer(0)], checkpoint_folder("org/name", None, str(asked)))
+    assert (found.source, found.k, found.v) == ("checkpoint", {0: 2.0}, {0: 4.0})
+
+
+def quantized(**config):
+    """A model in whose tree a module has this quantization config."""
+    model = torch.nn.Sequential(torch.nn.Module())
+    model[0].quant_config = SimpleNamespace(**config)
+    return model
+
+
+PROMISES = [
+    ({"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo FP8"),
+    ({"kv_cache_scheme": {"num_bits": 8, "dynamic": False}}, "kv_cache_scheme {'num_bits': 8, 'dynamic': False}"),
+    ({"kv_cache_scheme": {"num_bits": 8, "dynamic": True}}, None),
+    ({"kv_cache_quant_algo": None, "kv_cache_scheme": None}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("config", "promise"), PROMISES)
+def test_a_quantization_config_promises_kv_scales(config, promise):
+    assert promised_scales(quantized(**config)) == promise
+    assert promised_scales(torch.nn.Module()) is None
+
+
+def test_promised_scales_that_nothing_here_holds_stop_the_launch(tmp_path):
+    promise = "kv_cache_quant_algo FP8"
+    for folder, where in ((None, "on this machine"), (str(tmp_path), f"in {tmp_path}")):
+        with pytest.raises(ValueError, match=rf"promises KV scales \({promise}\), but none .* no safetensors are {where}"):
+            read_global_scales([layer(0, 1.0, 1.0)], folder, promise)
+        assert read_global_scales([layer(0)], folder).source == "default"
+        assert read_global_scales([layer(0, 0.5, 0.5)], folder, promise).source == "checkpoint"
+    write_header(tmp_path, ["lm_head.weight"])  # all of the checkpoint can be seen to hold none
+    assert read_global_scales([layer(0)], tmp_path, promise).source == "default"
 
 
 @pytest.mark.parametrize("path", [None, "s3://bucket/model"])
@@ -185,7 +261,7 @@ def test_values_are_read_by_layer_and_side(tmp_path):
     tensors = {
         "model.layers.0.self_attn.attn.k_scale": scale(0.5),
         "model.layers.1.self_attn.kv_scale": scale(0.25),
-        "mtp.layers.0.self_attn.attn.k_scale": scale(2.0),
+        "model.layers.0.self_attn.k_proj.k_scale": scale(2.0),
     }
     write_safetensors(tmp_path / "a.safetensors", tensors)
     assert read_scales(tmp_path) == {0: {"k": [0.5, 2.0]}, 1: {"k": [0.25], "v": [0.25]}}
@@ -194,7 +270,7 @@ def test_values_are_read_by_layer_and_side(tmp_path):
 @pytest.mark.parametrize("bad", [0.0, -0.5, float("nan"), float("inf")])
 def test_an_unusable_scale_is_named_before_weights_are_loaded(tmp_path, bad):
     write_safetensors(tmp_path / "a.safetensors", scales([0.5, bad]))
-    with pytest.raises(ValueError, match=rf"not finite and above zero: k_scale {bad} of layer 1, v_scale {bad} of"):
+    with pytest.raises(ValueError, match=rf"not one number, finite and above zero: k_scale {bad} of layer 1, v_scale {bad} of"):
         check_scales(tmp_path)
     write_safetensors(tmp_path / "a.safetensors", scales([0.5, 0.25]))
     check_scales(tmp_path)

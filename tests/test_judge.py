@@ -17,8 +17,8 @@ from launcher.flags import UsageError
 from launcher.probe import Failed, Machine
 from launcher.refusal import COLUMNS, TEXTS, refusal
 from launches import (
-    DFLASH, DRAFT, H200, HYBRID, MX, NO_GPU, NVFP4, TARGET, WINDOWED, argv, folder, launch, machine, patch_state,
-    scale, scales,
+    DFLASH, DRAFT, H200, HYBRID, MX, NO_GPU, NVFP4, TARGET, WINDOWED, argv, cached, folder, launch, machine,
+    patch_state, scale, scales,
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -276,6 +276,17 @@ def test_what_could_not_be_looked_at_is_a_warning(tmp_path, monkeypatch):
     assert "--model-path nobody/no-such-model is not on this machine" in warnings
     assert "--device cpu: Triton's interpreter runs the kernels" in warnings
     assert "no KV scales" not in " ".join(decide(tmp_path, NVFP4, tensors=scales([0.5] * 4)).warnings)
+
+
+def test_a_hub_id_is_judged_by_the_snapshot_that_the_server_loads(tmp_path):
+    for commit, value in (("a" * 40, 0.5), ("b" * 40, -1.0)):
+        folder(cached(tmp_path, commit, main=value > 0), TARGET, scales([value] * 4))
+    flags = ["--model-path", "org/name", *NVFP4, "--download-dir", str(tmp_path)]
+    assert judge.judge(flags, machine=machine()).accepted
+    (only,) = judge.judge([*flags, "--revision", "b" * 40], machine=machine()).refusals
+    assert only.id == "FP4-043"
+    drafted = [*flags, *DFLASH, "--speculative-draft-model-path", folder(tmp_path / "d", DRAFT)]
+    assert judge.judge([*drafted, "--speculative-draft-model-revision", "b" * 40], machine=machine()).accepted
 
 
 @pytest.mark.parametrize(("last", "told"), [(1.0, True), (1.5, False)])

@@ -35,7 +35,7 @@ def attention_layer(layer_id, k_scale, v_scale):
     return layer
 
 
-def loaded_recipe(layers, device, monkeypatch):
+def loaded_recipe(layers, device, monkeypatch, quant_config=None):
     """The recipe after it read the scales of a model with these layers, as the server has it read them."""
     from sglang.srt import runtime_context
 
@@ -44,16 +44,18 @@ def loaded_recipe(layers, device, monkeypatch):
     monkeypatch.setattr(runtime_context, "get_model", lambda: SimpleNamespace(model_path=None, revision=None, download_dir=None))
     recipe = PackedNVFP4Method(num_layers=LAYERS, device=device, page_size=PAGE)
     recipe.configure_attention_backends("triton", "triton")
-    recipe.load_scales_from_model(layers if isinstance(layers, torch.nn.Module) else torch.nn.ModuleList(layers))
+    model = torch.nn.ModuleList(layers)
+    model.quant_config = quant_config
+    recipe.load_scales_from_model(model)
     return recipe
 
 
 def test_scales_that_were_promised_and_are_nowhere_stop_the_launch(monkeypatch):
     """Streamed weights of a class that drops them: there is neither a loaded scale nor a file to take it from."""
-    layers = torch.nn.ModuleList([attention_layer(i, None, None) for i in range(LAYERS)])
-    layers.quant_config = SimpleNamespace(kv_cache_quant_algo="FP8")
+    layers = [attention_layer(i, None, None) for i in range(LAYERS)]
+    config = SimpleNamespace(kv_cache_quant_algo="FP8")
     with pytest.raises(ValueError, match=r"promises KV scales \(kv_cache_quant_algo FP8\).*no safetensors are on this"):
-        loaded_recipe(layers, "cpu", monkeypatch)
+        loaded_recipe(layers, "cpu", monkeypatch, config)
 
 
 class Served:

@@ -18,12 +18,15 @@ _MODULES = {
     CONV: re.compile(r"layers\.\d+\.(?:attention|mlp)_conv\."),
     SELECTOR: re.compile(r"(?:model\.)?candidate_selector\."),
 }
-# Of weights as ModelOpt packs them: NVFP4 by its second scale, AWQ's by the scale of the input, a packed head.
+# Of weights as ModelOpt packs them: NVFP4 by its second scale, AWQ's by the scale of the input, a packed head. Fused
+# experts have an underscore before it. QUANTIZED: by anybody, as far as names of tensors tell.
 NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD = "NVFP4 weights", "weights for a scaled input", "a packed head"
+QUANTIZED = "quantized weights"
 _WEIGHTS = {
-    NVFP4_WEIGHTS: re.compile(r"\.weight_scale_2$"),
-    INPUT_SCALED: re.compile(r"\.pre_quant_scale$"),
+    NVFP4_WEIGHTS: re.compile(r"[._]weight_scale_2$"),
+    INPUT_SCALED: re.compile(r"[._]pre_quant_scale$"),
     PACKED_HEAD: re.compile(r"^lm_head\.weight_scale$"),
+    QUANTIZED: re.compile(r"[._](?:weight_scale(?:_inv|_2)?|weight_packed|qweight)$"),
 }
 
 
@@ -34,8 +37,8 @@ class Checkpoint:
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
     the least. ``kv_scales``: layer id -> {"k": values, "v": values} of the target's own layers, a value None
     where it is not one plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``weights``:
-    which of NVFP4_WEIGHTS, INPUT_SCALED and PACKED_HEAD it holds. ``problem``: why the files could not be read,
-    None where they could.
+    which of NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD and QUANTIZED it holds. ``problem``: why the files could not
+    be read, None where they could.
     """
 
     weights_bytes: int | None = None

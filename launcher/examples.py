@@ -256,4 +256,13 @@ EXAMPLES = {
     "FP4-112": _MODEL,
     "FP4-113": _MODEL,
     "FP4-114": {"asked": f"{_NVFP4} --quantization-param-path scales.json"},
+    "FP4-115": {
+        "asked": f"{_NVFP4} for my-model with model_type 'qwen3_next'", "path": "my-model", "type": "qwen3_next",
+    },
+    "FP4-116": {
+        "asked": f"{_TRITON} --speculative-algorithm EAGLE3 --speculative-eagle-topk 4 --page-size 16",
+        "drafter": "EAGLE3",
+        "width": "4",
+        "page": "16",
+    },
 }

@@ -9,26 +9,19 @@ import os
 import sys
 
 from launcher import patchset, rules
-from launcher import rules_together as together
 from launcher.effective import effective_values
 from launcher.flags import UsageError, parse
-from launcher.launch import FP4, Launch
+from launcher.launch import FP4, MODULES, Launch
 from launcher.modelfacts import locate, read_facts
 from launcher.probe import Failed, parse_gpu, probe
 from launcher.refusal import Refused, refusal
+from launcher.results import results_for
 from launcher.rules_drafter import found_draft
 from launcher.verdict import Verdict, render_verdict
 from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 
 WORKS, UNTESTED, FAILS = "works", rules.UNTESTED, rules.FAILS
-# What the files under tests/bench/results/ show to work, by (target KV, drafted), on Triton.
-RESULTS = {
-    ("nvfp4", False): ("h200_pair.json", "h200_smollm2.json"),
-    ("nvfp4", True): ("h200_pair.json", "h200_smollm2.json"),
-    ("bf16", False): ("h200_pair.json", "h200_smollm2.json"),
-    ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
-}
-RESULTS_FOLDER = "tests/bench/results"
+_DRAFTERS_WITH_A_MODEL = ("DFLASH", "EAGLE3", "STANDALONE", *MODULES)
 _LARGEST = 1 << 40
 _MODELS = ("--model-path", "--speculative-draft-model-path")
 
@@ -95,13 +88,24 @@ def judge(sglang_flags, *, machine, allow=(), profile=None):
         revisions = dict(zip(_MODELS, (flags.revision, flags.speculative_draft_model_revision), strict=True))
         facts = {flag: read_facts(path, flag, revisions[flag], flags.download_dir) for flag, path in paths.items()}
         if flags.kv_cache_dtype in FP4:
-            _check_pairing(flags)
+            _check_pairing(flags, facts["--model-path"])
     else:
-        facts = {}
-        for flag, path in paths.items():
-            locate(path, flag)
+        facts = {flag: _readable(path, flag) for flag, path in paths.items()}
     target, draft = facts.get("--model-path"), facts.get("--speculative-draft-model-path")
     return decide(Launch(flags, target, draft, machine, **named), allow)
+
+
+def _readable(path, flag):
+    """Facts for a launch that SGLang judges by itself: None where config.json cannot be used.
+
+    Raises: UsageError for a path that is not there.
+    """
+    if locate(path, flag) is None:
+        return None
+    try:
+        return read_facts(path, flag)
+    except UsageError:
+        return None
 
 
 def decide(launch, allow=()):
@@ -109,7 +113,7 @@ def decide(launch, allow=()):
     found = [*rules.judge(launch), *_judge_patches(launch)]
     allowed = [r for r in found if r.id in allow]
     refusals = sorted((r for r in found if r.id not in allow), key=lambda r: r.id)
-    results = _results(launch)
+    results = results_for(launch)
     unproven = not results or any(r.id in rules.RULES for r in allowed)
     if any(r.id not in rules.RULES or rules.RULES[r.id].status == FAILS for r in refusals):
         status = FAILS
@@ -124,19 +128,6 @@ def decide(launch, allow=()):
         results=results if status == WORKS else (),
         launch=launch,
     )
-
-
-def _results(launch):
-    dtype = "bf16" if launch.kv_dtype == "bfloat16" else launch.kv_dtype
-    plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
-    if not launch.on_triton or not plain:
-        return ()
-    if launch.kv_dtype == "nvfp4" and together.parts(launch):
-        return together.results(launch)
-    if launch.drafter not in (None, "DFLASH"):
-        return ()
-    names = RESULTS.get((dtype, launch.drafter is not None), ())
-    return tuple(f"{RESULTS_FOLDER}/{name}" for name in names)
 
 
 def _warnings(launch, allow, found):
@@ -193,13 +184,20 @@ def _check_numbers(flags):
     fraction = flags.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise UsageError(f"--mem-fraction-static {fraction}: a number between 0 and 1 is needed")
-    for name in ("tp_size", "pp_size", "dp_size", "context_length", "max_total_tokens", "max_running_requests"):
+    names = (
+        "tp_size", "pp_size", "dp_size", "nnodes", "context_length", "max_total_tokens", "max_running_requests",
+    )  # fmt: skip
+    for name in names:
         value = getattr(flags, name)
         if value is not None and not 0 < value < _LARGEST:
             raise UsageError(f"--{name.replace('_', '-')} {value}: a number from 1 to 2^40 is needed")
+    rank, nodes = flags.node_rank, flags.nnodes
+    if not 0 <= rank < nodes:
+        raise UsageError(f"--node-rank {rank}: with --nnodes {nodes} a number from 0 to {nodes - 1} is needed")
 
 
-def _check_pairing(flags):
+def _check_pairing(flags, target):
+    """``target``: its ModelFacts, None where they are not on this machine."""
     algorithm, draft = flags.speculative_algorithm, flags.speculative_draft_model_path
     if draft is not None and algorithm is None:
         raise UsageError(
@@ -211,13 +209,14 @@ def _check_pairing(flags):
             if value is not None:
                 flag = f"--speculative-{name.replace('_', '-')} {value}"
                 raise UsageError(f"{flag}: {algorithm} drafts without a model, and so without a pool of its own")
-    if algorithm is None or algorithm.upper() != "DFLASH":
+    if algorithm is None or algorithm.upper() not in _DRAFTERS_WITH_A_MODEL:
         return
-    if draft is None:
-        raise UsageError(
-            f"--speculative-algorithm {algorithm}: --speculative-draft-model-path is missing"
-        )
-    if os.path.realpath(draft) == os.path.realpath(flags.model_path):
+    inside = algorithm.upper() in MODULES and (target is None or target.mtp_head)
+    if draft is None and not inside:
+        why = "" if algorithm.upper() not in MODULES else f", and {target.path} names no MTP module of its own"
+        raise UsageError(f"--speculative-algorithm {algorithm}: --speculative-draft-model-path is missing{why}")
+    itself = draft is not None and os.path.realpath(draft) == os.path.realpath(flags.model_path)
+    if itself and algorithm.upper() in ("DFLASH", "EAGLE3"):
         raise UsageError(f"--speculative-draft-model-path {draft}: that is the target itself")
 
 

@@ -73,6 +73,10 @@ OWN_KV_HEADS = (
     "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_moe", "qwen3_vl_moe", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 
+# Keys that count the layers of a module inside a checkpoint that drafts (MTP), and a class whose config.json has none.
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+MTP_NAMES = ("Qwen3NextForCausalLM",)
+
 
 @dataclass(frozen=True)
 class Trait:

@@ -8,11 +8,11 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.checkpoint import Checkpoint, read_checkpoint
+from launcher.checkpoint import QUANTIZED, Checkpoint, read_checkpoint
 from launcher.draft_facts import DraftFacts, read_draft_facts
 from launcher.flags import UsageError
 from launcher.model_kinds import (
-    ATTENTION_KINDS, GATED_DELTA, INDEXED, LOOPED, RECURRENT, SHARED, WINDOWED, base_type,
+    ATTENTION_KINDS, GATED_DELTA, INDEXED, LOOPED, MTP_KEYS, MTP_NAMES, RECURRENT, SHARED, WINDOWED, base_type,
     pool_of_its_own, sinks, traits, unreadable_figures,
 )  # fmt: skip
 from sglang_fp4kv.checkpoint_scales import checkpoint_folder
@@ -31,8 +31,9 @@ class ModelFacts:
     ``attention_layers``: ids of the layers that keep K and V for every token. ``passes``: times that
     each runs. ``traits``: what SGLang keeps otherwise, and ``unread``: figures that are not in the file
     (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``folder``: with the
-    weights. ``snapshot``: the hub commit the folder is a snapshot of. ``dflash``: what it asks for as a
-    DFlash draft. ``text``: the language model's part of config.json as it stands there.
+    weights. ``snapshot``: the hub commit the folder is a snapshot of. ``quantization``: of the weights as
+    config.json names it, "unnamed" where it names none. ``dflash``: what it asks for as a DFlash draft.
+    ``text``: the language model's part of config.json as it stands there.
     """
 
     path: str
@@ -80,6 +81,17 @@ class ModelFacts:
         if not all(type(number) is int for number in (interval, *map(self.text.get, GATED_DELTA.values()))):
             return False
         return list(self.attention_layers) == list(range(interval - 1, self.num_layers, interval))
+
+    @property
+    def quantized(self):
+        """Whether config.json or the tensors' names say that the weights are quantized."""
+        return self.quantization is not None or QUANTIZED in self.checkpoint.weights
+
+    @property
+    def mtp_head(self):
+        """Whether the checkpoint says that it has a module of its own that drafts (MTP)."""
+        layers = [self.text.get(key) for key in MTP_KEYS]
+        return any(type(n) is int and n > 0 for n in layers) or any(name in MTP_NAMES for name in self.architectures)
 
     @property
     def sliding(self):
@@ -222,7 +234,8 @@ def read_facts(path, flag, revision=None, cache=None):
         raise UsageError(f"{file}: target_layer_ids must ascend without repeats, got {layer_ids!r}")
     layers = _number(text.get("num_hidden_layers"), "num_hidden_layers", file)
     kinds = text.get("layer_types")
-    quantization = config.get("quantization_config")
+    named = [c.get(k) for c in (config, text) for k in ("quantization_config", "compression_config")]
+    quantization = next((value for value in named if isinstance(value, dict)), None)
     folder = checkpoint_folder(path, revision, cache) or file.parent
     dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), None)
     names = config.get("architectures")
@@ -256,7 +269,7 @@ def read_facts(path, flag, revision=None, cache=None):
         dtype=dtype if isinstance(dtype, str) else None,
         model_type=model_type,
         max_positions=_number(text.get("max_position_embeddings"), "max_position_embeddings", file),
-        quantization=quantization.get("quant_method") if isinstance(quantization, dict) else None,
+        quantization=None if quantization is None else str(quantization.get("quant_method") or "unnamed"),
         folder=str(folder),
         checkpoint=read_checkpoint(folder),
         architectures=architectures,

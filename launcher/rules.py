@@ -118,6 +118,8 @@ RULES = {
     "FP4-112": Rule(models.scale_of_the_head_is_dropped, FAILS, NVFP4),
     "FP4-113": Rule(models.nvfp4_weights_on_a_gpu, UNTESTED, NVFP4),
     "FP4-114": Rule(attention.scales_file_is_not_read, FAILS, NVFP4, server_refuses=True),
+    "FP4-115": Rule(together.class_of_recurrent_layers_is_untested, UNTESTED, NVFP4),
+    "FP4-116": Rule(drafter.tree_on_pages, UNTESTED, NVFP4),
 }
 
 

@@ -5,8 +5,8 @@ from launcher.probe import ENTRY_VARIABLES
 from sglang_fp4kv.served import BACKEND
 
 BLACKWELL = ((10, 0), (10, 3), (12, 0), (12, 1))
-PROVEN_CAPABILITY = (9, 0)  # the GPU of tests/bench/results/h200_pair.json
-PROVEN_TP = (1, 2)  # tensor-parallel sizes of the results there, on one host
+PROVEN_CAPABILITY = (9, 0)  # the GPU of tests/bench/results/h200_pair.json and h200x2_pair.json
+PROVEN_TP = (1, 2)  # tensor-parallel sizes of these two, on one host
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 

@@ -3,11 +3,15 @@
 from launcher.checkpoint import weights_hash
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import FP4
-from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL
+from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL, TREE_DRAFTERS
 
 # DRAFT_ATTENTION_BACKEND_CHOICES in srt/arg_groups/choices.py @ 0.5.23.
 _DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "ascend", "trtllm_mha", "intel_xpu")
 _TRTLLM_REPLACEMENT = {(10, 0): "fa4", (10, 3): "fa4"}
+# Targets for which SGLang drafts a tree by itself (_auto_choose_speculative_params in
+# srt/arg_groups/speculative_hook.py @ 0.5.23), by their first architecture, and its width.
+_TREE_TARGETS = (("LlamaForCausalLM",), ("Grok1ForCausalLM",), ("Grok1VForCausalLM",))
+_TREE_WIDTH = 4
 
 
 def draft_pool_is_not_plain(launch):
@@ -23,10 +27,12 @@ def draft_pool_is_not_plain(launch):
 
 def bf16_draft_pool_is_untested(launch):
     asked = launch.flags.speculative_draft_kv_cache_dtype
-    # A chain of EAGLE3 is what has run so on a GPU.
-    if launch.drafter in (None, "EAGLE3") or asked not in DRAFT_DTYPES or asked == DRAFT_DTYPE_DEFAULT:
+    if launch.drafter is None or asked not in DRAFT_DTYPES or asked == DRAFT_DTYPE_DEFAULT:
         return None
-    return {"asked": launch.asked("kv_cache_dtype", "speculative_draft_kv_cache_dtype")}
+    if launch.drafter == "EAGLE3" and drafted_width(launch) == 1:  # a chain of it has run so on a GPU
+        return None
+    names = ("kv_cache_dtype", "speculative_algorithm", "speculative_eagle_topk", "speculative_draft_kv_cache_dtype")
+    return {"asked": launch.asked(*names)}
 
 
 def block_size_is_unknown(launch):
@@ -117,6 +123,30 @@ def ngram_tree_on_pages(launch):
         return None
     asked = launch.asked("speculative_algorithm", "speculative_ngram_max_bfs_breadth", "page_size")
     return {"asked": asked, "width": breadth, "page": page}
+
+
+def drafted_width(launch):
+    """Branches at each step of an EAGLE, EAGLE3, NEXTN or STANDALONE, 1 for a chain; None where SGLang chooses
+    by a target that is unknown."""
+    width = launch.flags.speculative_eagle_topk
+    if width is not None:
+        return width
+    if launch.drafter == "STANDALONE":
+        return 1
+    if launch.target is None:
+        return None
+    return _TREE_WIDTH if launch.target.architectures[:1] in _TREE_TARGETS else 1
+
+
+def tree_on_pages(launch):
+    """FP4-081 is about NGRAM's trees."""
+    if launch.drafter == "NGRAM" or launch.drafter not in TREE_DRAFTERS or not launch.on_triton:
+        return None
+    width, page = drafted_width(launch) or 1, launch.flags.page_size or 1
+    if width == 1 or page == 1:
+        return None
+    names = ("kv_cache_dtype", "attention_backend", "speculative_algorithm", "speculative_eagle_topk", "page_size")
+    return {"asked": launch.asked(*names), "drafter": launch.drafter, "width": width, "page": page}
 
 
 def acceptance_is_relaxed(launch):

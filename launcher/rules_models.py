@@ -4,6 +4,7 @@ import reprlib
 
 from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD
 from launcher.model_kinds import GATED_DELTA, INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
+from launcher.rules_attention import BLACKWELL
 from sglang_fp4kv.formats import BLOCK_SIZE
 from sglang_fp4kv.served import BACKEND
 
@@ -172,7 +173,6 @@ def safetensors_cannot_be_read(launch):
     return _model(launch, bool, problem=problem) if problem else None
 
 
-_BLACKWELL = (10, 0)
 _MARLIN = "marlin"
 # SGLang's classes that load no more of a head than its weight (load_weights in srt/models/qwen3_5_text.py @ 0.5.23).
 _PLAIN_HEADS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
@@ -183,32 +183,40 @@ def _gemm(launch):
     asked = launch.flags.fp4_gemm_runner_backend
     if asked != "auto" or launch.gpu is None:
         return asked if asked != "auto" else None
-    return _MARLIN if launch.gpu.capability < _BLACKWELL else asked
+    return _MARLIN if launch.gpu.capability < BLACKWELL[0] else asked
 
 
-def _holds(launch, kind):
-    return launch.target is not None and kind in launch.target.checkpoint.weights
+def _holding(launch, *kinds):
+    """Facts with the first of target and draft whose checkpoint holds weights of all ``kinds``; None without one."""
+    for flag, facts in (("--model-path", launch.target), ("--speculative-draft-model-path", launch.draft)):
+        if facts is not None and facts.checkpoint.weights >= set(kinds):
+            return {"asked": f"{flag} {facts.path}", "path": facts.path}
+    return None
 
 
 def nvfp4_weights_have_no_kernel(launch):
-    gemm, gpu = _gemm(launch), launch.gpu
-    if not _holds(launch, NVFP4_WEIGHTS) or gpu is None or gpu.capability >= _BLACKWELL or gemm == _MARLIN:
+    held, gemm, gpu = _holding(launch, NVFP4_WEIGHTS), _gemm(launch), launch.gpu
+    if held is None or gpu is None or gpu.capability >= BLACKWELL[0] or gemm == _MARLIN:
         return None
-    asked = f"--fp4-gemm-backend {gemm} for {launch.target.path}"
-    return {"asked": asked, "gemm": gemm, "gpu": gpu.sm, "path": launch.target.path}
+    asked = f"--fp4-gemm-backend {gemm} for {held['path']}"
+    return held | {"asked": asked, "gemm": gemm, "gpu": gpu.sm}
 
 
 def scale_of_the_input_is_left_out(launch):
-    if not _holds(launch, INPUT_SCALED) or not _holds(launch, NVFP4_WEIGHTS) or _gemm(launch) != _MARLIN:
+    held, on_cpu = _holding(launch, NVFP4_WEIGHTS, INPUT_SCALED), launch.flags.device == "cpu"
+    if held is None or not (on_cpu or _gemm(launch) == _MARLIN):
         return None
-    where = f"--fp4-gemm-backend {_MARLIN}" if launch.flags.fp4_gemm_runner_backend == _MARLIN else launch.gpu.sm
-    return _model(launch, bool, where=where)
+    if on_cpu:
+        return held | {"where": "--device cpu"}
+    asked = launch.flags.fp4_gemm_runner_backend == _MARLIN
+    return held | {"where": f"--fp4-gemm-backend {_MARLIN}" if asked else launch.gpu.sm}
 
 
 def scale_of_the_head_is_dropped(launch):
-    plain = launch.target is not None and any(name in _PLAIN_HEADS for name in launch.target.architectures)
-    return _model(launch, bool) if plain and _holds(launch, PACKED_HEAD) else None
+    target = launch.target
+    plain = target is not None and any(name in _PLAIN_HEADS for name in target.architectures)
+    return _model(launch, bool) if plain and PACKED_HEAD in target.checkpoint.weights else None
 
 
 def nvfp4_weights_on_a_gpu(launch):
-    return _model(launch, bool) if _holds(launch, NVFP4_WEIGHTS) and launch.flags.device != "cpu" else None
+    return _holding(launch, NVFP4_WEIGHTS) if launch.flags.device != "cpu" else None

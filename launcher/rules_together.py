@@ -5,16 +5,19 @@ They are about this kit's readers, so about Triton; FP4-010 and its neighbours j
 
 from itertools import combinations
 
+from launcher.model_kinds import base_type
 from sglang_fp4kv.served import TREE_DRAFTERS
 
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
-RECURRENT, WINDOWS = "recurrent layers", "windowed layers"
+RECURRENT, EXPERTS = "recurrent layers", "recurrent layers with experts"
+OTHER_RECURRENT, WINDOWS = "recurrent layers of another class", "windowed layers"
 DRAFT, DRAFTER = "a DFlash2 or windowed draft", "another drafter than DFLASH"
 # What shows a part: the real server on a CPU, and results of a GPU.
 ON_A_CPU = {
     RANKS: "tests/e2e/test_nvfp4_parallel.py",
     HOST_CACHE: "tests/e2e/test_hierarchical_cache.py",
     RECURRENT: "tests/e2e/test_hybrid_serving.py",
+    EXPERTS: "tests/e2e/test_hybrid_moe.py",
     WINDOWS: "tests/e2e/test_windows.py",
     DRAFT: "tests/e2e/test_draft_serving.py",
     DRAFTER: "tests/e2e/test_drafters.py",
@@ -24,11 +27,17 @@ ON_A_GPU = {
     RECURRENT: "tests/bench/results/h200_hybrid.json",
     DRAFTER: "tests/bench/results/h200_drafters.json",
 }
-# Pairs that the real server has run together, all three parts at once, on a CPU.
+# Parts that one real server has had at once, on a CPU: its undrafted and its drafted run.
 _SPARKS = "tests/e2e/test_two_sparks.py"
-TOGETHER_ON_A_CPU = {(RANKS, RECURRENT): _SPARKS, (RANKS, DRAFT): _SPARKS, (RECURRENT, DRAFT): _SPARKS}
+TOGETHER_ON_A_CPU = {(RANKS, RECURRENT): _SPARKS, (RANKS, RECURRENT, DRAFT): _SPARKS}
+# Model types (without _text) by the class of their recurrent layers; OTHER_RECURRENT is FP4-115's.
+_CLASSES = {"qwen3_5": RECURRENT, "qwen3_5_moe": EXPERTS}
+_ANY_RECURRENT = (RECURRENT, EXPERTS, OTHER_RECURRENT)
 # Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
-_TOLD = ((HOST_CACHE, RECURRENT), (HOST_CACHE, DRAFTER), (RECURRENT, DRAFTER), (WINDOWS, DRAFTER))
+_TOLD = (
+    (HOST_CACHE, DRAFTER), (WINDOWS, DRAFTER), *((HOST_CACHE, kind) for kind in _ANY_RECURRENT),
+    *((kind, DRAFTER) for kind in _ANY_RECURRENT),
+)  # fmt: skip
 
 
 def _other_drafter(launch):
@@ -38,6 +47,11 @@ def _other_drafter(launch):
 
 def _recurrent(launch):
     return launch.target is not None and launch.target.gated_delta
+
+
+def _class(launch):
+    """Which of _ANY_RECURRENT the target has; None without recurrent layers that are served."""
+    return _CLASSES.get(base_type(launch.target.model_type), OTHER_RECURRENT) if _recurrent(launch) else None
 
 
 def _windowed(launch):
@@ -62,7 +76,7 @@ def parts(launch):
     asked = {
         RANKS: launch.flags.tp_size > 1,
         HOST_CACHE: launch.flags.enable_hierarchical_cache,
-        RECURRENT: _recurrent(launch),
+        **{kind: _class(launch) == kind for kind in _ANY_RECURRENT},
         WINDOWS: _windowed(launch),
         DRAFT: _changed_draft(launch),
         DRAFTER: _other_drafter(launch),
@@ -72,12 +86,17 @@ def parts(launch):
 
 def results(launch):
     """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
-    asked = parts(launch)
+    asked = tuple(parts(launch))
     if len(asked) == 1:
-        shown, wanted = (ON_A_CPU if _on_cpu(launch) else ON_A_GPU), asked
+        shown = (ON_A_CPU if _on_cpu(launch) else ON_A_GPU).get(asked[0])
     else:
-        shown, wanted = (TOGETHER_ON_A_CPU if _on_cpu(launch) else {}), list(combinations(asked, 2))
-    return tuple(dict.fromkeys(shown[name] for name in wanted)) if shown.keys() >= set(wanted) else ()
+        shown = TOGETHER_ON_A_CPU.get(asked) if _on_cpu(launch) else None
+    return () if shown is None else (shown,)
+
+
+def _tried_together(asked):
+    """The largest of TOGETHER_ON_A_CPU that ``asked`` has all parts of; () without one."""
+    return max((some for some in TOGETHER_ON_A_CPU if set(some) <= set(asked)), key=len, default=())
 
 
 def _on_cpu(launch):
@@ -85,8 +104,9 @@ def _on_cpu(launch):
 
 
 def parts_tried_apart(launch):
-    tried = (*_TOLD, *TOGETHER_ON_A_CPU)
-    pairs = [pair for pair in combinations(parts(launch), 2) if pair not in tried]
+    asked = parts(launch)
+    tried = (*_TOLD, *combinations(_tried_together(asked), 2))
+    pairs = [pair for pair in combinations(asked, 2) if pair not in tried]
     if not pairs:
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "tp_size", "enable_hierarchical_cache")
@@ -97,9 +117,10 @@ def parts_tried_apart(launch):
 def shown_on_a_cpu_alone(launch):
     """FP4-095 says the same of the hierarchical cache."""
     asked = parts(launch)
-    found = {part: ON_A_CPU[part] for part in asked if part not in ON_A_GPU and part != HOST_CACHE}
-    together = [pair for pair in combinations(asked, 2) if pair in TOGETHER_ON_A_CPU]
-    found |= {" with ".join(pair): TOGETHER_ON_A_CPU[pair] for pair in together}
+    alone = [part for part in asked if part in ON_A_CPU and part not in ON_A_GPU and part != HOST_CACHE]
+    found = {part: ON_A_CPU[part] for part in alone}
+    if together := _tried_together(asked):
+        found[" with ".join(together)] = TOGETHER_ON_A_CPU[together]
     if not found or _on_cpu(launch):
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "speculative_draft_window_size")
@@ -110,6 +131,14 @@ def shown_on_a_cpu_alone(launch):
         "parts": " and ".join(found),
         "tests": " and ".join(dict.fromkeys(found.values())),
     }
+
+
+def class_of_recurrent_layers_is_untested(launch):
+    if OTHER_RECURRENT not in parts(launch):
+        return None
+    target = launch.target
+    asked = f"{launch.asked('kv_cache_dtype')} for {target.path} with model_type {target.model_type!r}"
+    return {"asked": asked, "path": target.path, "type": target.model_type}
 
 
 def _drafts_for(launch):

@@ -119,7 +119,7 @@ TEXTS = {
         name="several-gpus-untested",
         says="NVFP4 KV is asked for on GPUs spread in a way of which no result is on file",
         why="one GPU and two of one host, tensor parallel, have runs on file; KV heads split and copied over more ranks answer as one rank does on a CPU, which shows nothing about NCCL, CUDA graphs and speed",
-        evidence=_RESULT,
+        evidence=f"{_RESULT} and tests/bench/results/h200x2_pair.json",
         help="--allow FP4-027, or --kv-cache-dtype fp8_e4m3",
     ),
     "FP4-028": Text(
@@ -161,7 +161,7 @@ TEXTS = {
         name="bf16-draft-pool-untested",
         says="a drafter pool in BF16 is asked for next to NVFP4, and no result with it is on file",
         why="in the NVFP4 runs on file the drafter's pool is FP8 E4M3; a chain of EAGLE3 alone has run with BF16",
-        evidence=_RESULT,
+        evidence=f"{_RESULT}; tests/bench/results/h200_drafters.json",
         help="--speculative-draft-kv-cache-dtype fp8_e4m3",
     ),
     "FP4-036": Text(
@@ -255,6 +255,13 @@ TEXTS = {
         why="SGLang stops at start: it calls trees of NGRAM on pages of more than one token unstable on every backend but flashinfer",
         evidence=f"_handle_ngram in {_SPEC_HOOK}",
         help="--speculative-ngram-max-bfs-breadth 1, or --page-size 1",
+    ),
+    "FP4-116": Text(
+        name="tree-on-pages",
+        says="{drafter} drafts a tree of {width} branches a step, a page is to hold {page} tokens, and no result with both is on file",
+        why="there SGLang drafts in two passes, one over the prefix and one for each branch with the last page's rows copied, and the rows that were accepted move between pages; every tree on file had pages of one token",
+        evidence=f"_handle_eagle_family in {_SPEC_HOOK}; tests/bench/results/h200_drafters.json",
+        help="--page-size 1, or --allow FP4-116",
     ),
     "FP4-104": Text(
         name="drafting-changed",

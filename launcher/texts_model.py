@@ -39,7 +39,7 @@ TEXTS = {
     "FP4-040": Text(
         name="nvfp4-on-other-recurrent-layers",
         says="{path} has recurrent layers that are no gated-delta ones, or whose sizes its config.json leaves out",
-        why="of recurrent models the ones of Qwen3-Next and Qwen3.5 are served, whose states, roll-back and prefix cache were tried beside packed KV; another kind needs the same trial, and a config needs full_attention_interval and the linear_ sizes",
+        why="of recurrent models the ones of Qwen3.5 are served, whose states, roll-back and prefix cache were tried beside packed KV, and Qwen3-Next's where FP4-115 is allowed; another kind needs the same trial, and a config needs full_attention_interval and the linear_ sizes",
         evidence=_SERVER,
         help=_FP8,
     ),
@@ -258,13 +258,13 @@ TEXTS = {
     "FP4-111": Text(
         name="awq-weights-without-their-input-scale",
         says="{path} has NVFP4 weights that are meant for a scaled input, and with {where} nothing scales it",
-        why="NVFP4_AWQ divides columns of the weights by what it multiplies the input with (pre_quant_scale); SGLang's way to Marlin, which it takes on sm_80 to sm_90, leaves that out, so every answer would be wrong",
-        evidence="ModelOptFp4LinearMethod.apply in srt/layers/quantization/modelopt_quant.py @ sglang 0.5.23",
+        why="NVFP4_AWQ divides columns of the weights by what it multiplies the input with (pre_quant_scale); SGLang's way to Marlin, which it takes on sm_80 to sm_90, leaves that out, so every answer would be wrong; on a CPU the kit stops at such weights",
+        evidence="ModelOptFp4LinearMethod.apply in srt/layers/quantization/modelopt_quant.py @ sglang 0.5.23; sglang_fp4kv/embedded/fp4_weights.py",
         help="a checkpoint in NVFP4 without AWQ",
     ),
     "FP4-112": Text(
         name="scale-of-a-packed-head-is-dropped",
-        says="{path} has an NVFP4 head, whose scales this class of SGLang does not load",
+        says="{path} has a quantized head, whose scales this class of SGLang does not load",
         why="the text-only classes of Qwen3.5 read lm_head.weight and nothing else of the head, so logits would come from scales that nobody wrote",
         evidence="load_weights in srt/models/qwen3_5_text.py @ sglang 0.5.23",
         help="a checkpoint whose head is left in BF16 (ModelOpt's default), or the one with the vision tower",

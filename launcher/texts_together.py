@@ -22,8 +22,8 @@ TEXTS = {
     "FP4-102": Text(
         name="parts-tried-one-at-a-time",
         says="what is asked for was tried one part at a time, and not {pairs}",
-        why="the runs on file have one of several ranks, the hierarchical cache, recurrent or windowed layers, a DFlash2 or windowed draft, and another drafter than DFLASH, or such a draft for recurrent layers on several ranks; what two others of them do to each other has no result on file. It would take a run of the pair whose answers are compared with those without it",
-        evidence="tests/e2e/test_nvfp4_parallel.py, tests/e2e/test_hierarchical_cache.py, tests/e2e/test_hybrid_serving.py, tests/e2e/test_windows.py, tests/e2e/test_draft_serving.py, tests/e2e/test_drafters.py and tests/e2e/test_two_sparks.py",
+        why="the runs on file have one of several ranks, the hierarchical cache, recurrent or windowed layers, a DFlash2 or windowed draft, and another drafter than DFLASH, or recurrent layers on several ranks, alone and with such a draft; what two others of them do to each other has no result on file. It would take a run of the pair whose answers are compared with those without it",
+        evidence="tests/e2e/test_nvfp4_parallel.py, tests/e2e/test_hierarchical_cache.py, tests/e2e/test_hybrid_serving.py, tests/e2e/test_hybrid_moe.py, tests/e2e/test_windows.py, tests/e2e/test_draft_serving.py, tests/e2e/test_drafters.py and tests/e2e/test_two_sparks.py",
         help="leave one of them out, or --allow FP4-102",
     ),
     "FP4-103": Text(
@@ -32,5 +32,12 @@ TEXTS = {
         why="the real server has answered with them on a CPU, equal with and without the drafter; CUDA graphs, the kernels that a GPU takes in their place, and speed are not shown by that",
         evidence="{tests}",
         help="--allow FP4-103, or --kv-cache-dtype fp8_e4m3",
+    ),
+    "FP4-115": Text(
+        name="class-of-recurrent-layers-untested",
+        says="{path} has gated-delta layers of model type {type}, and no result of a run of that class is on file",
+        why="the servers that were tested have the classes of Qwen3.5, dense and with experts; another class splits, projects and loads such layers by code of its own. It would take the trial those had: equal answers at every number of accepted tokens, states kept for the prefix cache, bytes as planned",
+        evidence="srt/models/qwen3_next.py @ sglang 0.5.23; tests/e2e/test_hybrid_serving.py and tests/e2e/test_hybrid_moe.py, of Qwen3.5",
+        help="--allow FP4-115, or --kv-cache-dtype fp8_e4m3",
     ),
 }

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from launcher.checkpoint import (
-    INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD, Checkpoint, read_checkpoint, weights_hash,
+    INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD, QUANTIZED, Checkpoint, read_checkpoint, weights_hash,
 )  # fmt: skip
 from launches import scale, scales, write_safetensors
 
@@ -23,11 +23,17 @@ def test_weights_count_as_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("model.layers.0.mlp.up_proj.weight_scale_2", {NVFP4_WEIGHTS}),
-        ("model.layers.0.mlp.up_proj.weight_scale", set()),
+        ("model.layers.0.mlp.up_proj.weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
+        ("model.layers.0.mlp.experts.gate_up_proj_weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
+        ("model.layers.0.mlp.up_proj.weight_scale", {QUANTIZED}),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", {QUANTIZED}),
+        ("model.layers.0.mlp.up_proj.qweight", {QUANTIZED}),
+        ("model.layers.0.mlp.up_proj.weight", set()),
+        ("model.layers.0.self_attn.attn.k_scale", set()),
+        ("model.layers.0.mlp.experts.gate_up_proj_pre_quant_scale", {INPUT_SCALED}),
         ("model.layers.0.mlp.up_proj.pre_quant_scale", {INPUT_SCALED}),
-        ("lm_head.weight_scale", {PACKED_HEAD}),
-        ("lm_head.weight_scale_2", {NVFP4_WEIGHTS}),
+        ("lm_head.weight_scale", {PACKED_HEAD, QUANTIZED}),
+        ("lm_head.weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
     ],
 )
 def test_packed_weights_are_known_by_their_scales(tmp_path, name, kinds):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, judge
+from launcher import cli, judge, results
 from launcher import rules_together as together
 from launcher.flags import UsageError
 from launcher.probe import Failed, Machine
@@ -198,7 +198,154 @@ def test_the_host_cache_has_a_test_on_a_cpu_alone(tmp_path):
     flags = [*NVFP4, "--enable-hierarchical-cache", "--hicache-io-backend", "direct"]
     assert decide(tmp_path, [*flags, "--device", "cpu"]).results == (together.ON_A_CPU[together.HOST_CACHE],)
     assert ids(decide(tmp_path, flags)) == ["FP4-095"]
-    assert all(name.startswith(judge.RESULTS_FOLDER) for name in decide(tmp_path, [*NVFP4, *DFLASH]).results)
+    assert all(name.startswith(results.FOLDER) for name in decide(tmp_path, [*NVFP4, *DFLASH]).results)
+
+
+BF16 = ["--kv-cache-dtype", "bf16", "--attention-backend", "triton"]
+SCALED = {"model.layers.0.mlp.up_proj.weight_scale": ("F32", [1], b"1234")}
+PACKED = {"model.layers.0.mlp.up_proj.weight_scale_2": ("F32", [1], b"1234")}
+AWQ = {"model.layers.0.mlp.up_proj.pre_quant_scale": ("F32", [1], b"1234")}
+
+
+@pytest.mark.parametrize("kv", [NVFP4, BF16])
+@pytest.mark.parametrize(
+    ("flags", "folders"),
+    [
+        ([], {"target": {"quantization_config": {"quant_method": "fp8"}}}),
+        ([], {"target": {"quantization_config": {}}}),
+        ([], {"target": {"compression_config": {"format": "int-quantized"}}}),
+        ([], {"target": {"text_config": TARGET | {"quantization_config": {"quant_method": "awq"}}}}),
+        ([], {"tensors": SCALED}),
+        (["--quantization", "fp8"], {}),
+        (DFLASH, {"draft_tensors": SCALED}),
+        ([*DFLASH, "--speculative-draft-model-quantization", "fp8"], {}),
+    ],
+)
+def test_quantized_weights_have_no_result(tmp_path, kv, flags, folders):
+    """They are accepted all the same."""
+    for device in ([], ["--device", "cpu"]):
+        found = decide(tmp_path, [*kv, *flags, *device], **folders)
+        assert (found.status, found.results, found.accepted) == ("untested", (), True)
+
+
+@pytest.mark.parametrize("kv", [NVFP4, BF16])
+def test_weights_that_are_said_to_be_plain_keep_their_results(tmp_path, kv):
+    assert decide(tmp_path, [*kv, "--quantization", "unquant"], tensors={"w": ("BF16", [1], b"12")}).status == "works"
+    found = decide(tmp_path, [*kv, "--quantization", "unquant"], tensors=SCALED)
+    assert (found.status, found.accepted) == ("untested", True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "folders", "shown"),
+    [
+        ([], {}, True),
+        (DFLASH, {}, True),
+        ([*DFLASH, "--speculative-draft-model-quantization", "unquant"], {}, True),
+        (["--quantization", "modelopt_fp4"], {"target": {"quantization_config": {"quant_method": "modelopt"}}}, True),
+        ([], {"target": HYBRID}, True),
+        (DFLASH, {"target": HYBRID}, False),
+        ([], {"target": {**HYBRID, "model_type": "qwen3_5_moe_text"}}, False),
+        ([], {"target": {"num_experts": 8}}, False),
+        (["--tp-size", "2"], {}, False),
+        (["--speculative-algorithm", "NGRAM"], {}, False),
+        (["--quantization", "fp8"], {}, False),
+        (DFLASH, {"draft_tensors": PACKED}, False),
+        ([*DFLASH, "--speculative-draft-model-quantization", "modelopt_fp4"], {}, False),
+    ],
+)
+def test_nvfp4_weights_on_a_cpu_name_their_test_where_it_ran(tmp_path, flags, folders, shown):
+    found = decide(tmp_path, [*NVFP4, "--device", "cpu", *flags], tensors=PACKED, **folders)
+    assert found.accepted and found.results == ((results.NVFP4_WEIGHTS_ON_A_CPU,) if shown else ())
+    assert found.status == ("works" if shown else "untested")
+    on_gpu = decide(tmp_path, [*NVFP4, *flags], tensors=PACKED, allow=["FP4-113"], **folders)
+    assert on_gpu.results == () and on_gpu.status == "untested"
+
+
+def test_nvfp4_weights_for_a_scaled_input_name_no_test(tmp_path):
+    found = decide(tmp_path, [*NVFP4, "--device", "cpu"], tensors=PACKED | AWQ)
+    assert (ids(found), found.results) == (["FP4-111"], ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "files"),
+    [
+        ([], ("h200_pair.json", "h200_smollm2.json")),
+        (["--tp-size", "2"], ("h200x2_pair.json",)),
+        ([*DFLASH, "--tp-size", "2"], ("h200x2_pair.json",)),
+        (["--tp-size", "2", "--nnodes", "2"], ()),
+        (["--tp-size", "2", "--device", "cpu"], ()),
+        (["--tp-size", "2", "--dp-size", "2"], ()),
+        (["--tp-size", "4"], ()),
+        (["--pp-size", "2"], ()),
+        (["--dp-size", "2"], ()),
+        (["--enable-hierarchical-cache"], ()),
+        (["--speculative-algorithm", "NGRAM", "--tp-size", "2"], ()),
+    ],
+)
+def test_bf16_kv_names_what_ran_on_as_many_gpus(tmp_path, flags, files):
+    found = decide(tmp_path, [*BF16, *flags])
+    assert found.accepted and found.results == tuple(f"{results.FOLDER}/{name}" for name in files)
+    assert found.status == ("works" if files else "untested")
+    fp8 = decide(tmp_path, [*FP8, "--attention-backend", "triton", *flags])
+    assert fp8.accepted and (fp8.status, fp8.results) == ("untested", ())
+
+
+@pytest.mark.parametrize("target", [HYBRID, WINDOWED, {**HYBRID, "model_type": "qwen3_next"}])
+def test_bf16_kv_of_another_kind_of_target_names_no_result(tmp_path, target):
+    found = decide(tmp_path, BF16, target=target)
+    assert (found.accepted, found.status, found.results) == (True, "untested", ())
+
+
+def test_a_config_that_cannot_be_read_is_sglangs_business_with_plain_kv(tmp_path):
+    words = argv(tmp_path, BF16)
+    (tmp_path / "t" / "config.json").write_text("{")
+    assert judge.judge(words, machine=machine()).accepted
+    with pytest.raises(UsageError, match="config.json is not JSON"):
+        judge.judge([*words, *NVFP4], machine=machine())
+
+
+def test_a_class_that_never_ran_stays_untested_when_allowed(tmp_path):
+    target = {**HYBRID, "model_type": "qwen3_next"}
+    for device in ([], ["--device", "cpu"]):
+        found = decide(tmp_path, [*NVFP4, *device], target=target, allow=["FP4-115"])
+        assert (found.status, found.results, [r.id for r in found.allowed]) == ("untested", (), ["FP4-115"])
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE3", "STANDALONE", "EAGLE", "NEXTN", "nextn"])
+def test_a_drafter_without_its_model_is_bad_usage(tmp_path, algorithm):
+    words = argv(tmp_path, NVFP4)
+    inside = algorithm.upper() in ("EAGLE", "NEXTN")
+    why = f", and {tmp_path}/t names no MTP module of its own" if inside else ""
+    flags = [*words, "--speculative-algorithm", algorithm]
+    with pytest.raises(UsageError, match=f"{algorithm}: --speculative-draft-model-path is missing{why}$"):
+        judge.judge(flags, machine=machine())
+    folder(tmp_path / "t", TARGET | {"num_nextn_predict_layers": 0})
+    with pytest.raises(UsageError, match="is missing"):
+        judge.judge(flags, machine=machine())
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_a_module_inside_the_target_needs_no_draft(tmp_path, algorithm, key):
+    words = argv(tmp_path, NVFP4, target={key: 1})
+    assert judge.judge([*words, "--speculative-algorithm", algorithm], machine=machine()).accepted
+    with pytest.raises(UsageError, match="EAGLE3: --speculative-draft-model-path is missing"):
+        judge.judge([*words, "--speculative-algorithm", "EAGLE3"], machine=machine())
+
+
+def test_a_module_inside_a_target_that_is_not_here_is_left_to_sglang(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["--model-path", "nobody/no-such-model", *NVFP4, "--speculative-algorithm", "NEXTN"]
+    assert judge.judge(words, machine=machine()).accepted
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE3"])
+def test_the_target_is_no_draft_of_its_own(tmp_path, algorithm):
+    words = argv(tmp_path, NVFP4)
+    draft = ["--speculative-draft-model-path", str(tmp_path / "t")]
+    with pytest.raises(UsageError, match=f"--speculative-draft-model-path {tmp_path}/t: that is the target itself"):
+        judge.judge([*words, "--speculative-algorithm", algorithm, *draft], machine=machine())
+    assert judge.judge([*words, "--speculative-algorithm", "STANDALONE", *draft], machine=machine()).accepted
 
 
 def test_what_dflash_sets_to_one_is_shown(tmp_path):
@@ -208,8 +355,9 @@ def test_what_dflash_sets_to_one_is_shown(tmp_path):
 
 
 def test_every_result_is_on_file():
-    for names in judge.RESULTS.values():
-        assert names and all((ROOT / judge.RESULTS_FOLDER / name).is_file() for name in names)
+    for names in (*results.RESULTS.values(), results.BF16_ON_RANKS):
+        assert names and all((ROOT / results.FOLDER / name).is_file() for name in names)
+    assert (ROOT / results.NVFP4_WEIGHTS_ON_A_CPU).is_file()
 
 
 def test_every_result_file_that_a_rule_cites_is_there():
@@ -360,11 +508,19 @@ def test_arguments_of_ours_that_cannot_be_meant(run, ours, message):
     [
         ("--mem-fraction-static", "nan"), ("--mem-fraction-static", "1.5"), ("--tp-size", "0"),
         ("--context-length", "0"), ("--max-total-tokens", "9" * 30), ("--max-running-requests", "-1"),
+        ("--nnodes", "0"), ("--nnodes", "-2"),
     ],
 )  # fmt: skip
 def test_numbers_that_cannot_be_meant_are_named(run, flag, value):
     code, _, err = run(*NVFP4, f"{flag}={value}")
     assert code == 2 and f"{flag} {value}: a number " in err
+
+
+@pytest.mark.parametrize(("rank", "nodes"), [("-1", "1"), ("1", "1"), ("2", "2")])
+def test_a_node_that_is_not_there_is_named(run, rank, nodes):
+    code, _, err = run(*NVFP4, f"--node-rank={rank}", "--nnodes", nodes)
+    assert code == 2
+    assert f"--node-rank {rank}: with --nnodes {nodes} a number from 0 to {int(nodes) - 1} is needed" in err
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "inf", "nan", "x"])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import cached, scales, write_safetensors
+from launcher.rules_drafter import drafted_width
+from launches import NVFP4, cached, launch, scales, write_safetensors
 
 MODEL = {
     "head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False,
@@ -108,6 +109,19 @@ def test_every_draft_model_gets_a_plain_pool(resolve, drafter):
     assert resolve(speculative_algorithm=drafter)[0] == {"speculative_draft_kv_cache_dtype": "fp8_e4m3"}
     with pytest.raises(ValueError, match="draft-kv-cache-dtype=nvfp4 next to NVFP4 KV must be one"):
         resolve(speculative_algorithm=drafter, speculative_draft_kv_cache_dtype="nvfp4")
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM", "Qwen3ForCausalLM"])
+def test_the_judge_knows_the_width_that_sglang_chooses(monkeypatch, tmp_path, drafter, name):
+    """A tree for some targets, where no flag says how to draft."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    monkeypatch.setattr(speculative_hook, "resolving_view", lambda args: args)
+    asked = SimpleNamespace(speculative_algorithm=drafter)
+    _steps, chosen, _tokens = speculative_hook._auto_choose_speculative_params(asked, name)
+    flags = [*NVFP4, "--speculative-algorithm", drafter]
+    assert drafted_width(launch(tmp_path, flags, target={"architectures": [name]})) == chosen
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

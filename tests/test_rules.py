@@ -136,6 +136,8 @@ CASES = {
     },
     "FP4-113": {**plain(), "tensors": packed()},
     "FP4-114": plain("--quantization-param-path", "scales.json"),
+    "FP4-115": model(**{**HYBRID, "model_type": "qwen3_next"}),
+    "FP4-116": plain("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4", "--page-size", "16"),
 }  # fmt: skip
 
 
@@ -300,8 +302,17 @@ def test_other_drafters_are_accepted(tmp_path, drafter, device):
 def test_a_chain_of_eagle3_may_have_a_bf16_pool(tmp_path):
     pool = ["--speculative-draft-kv-cache-dtype", "bf16"]
     assert judge(launch(tmp_path, [*NVFP4, *pool, "--speculative-algorithm", "EAGLE3"])) == []
-    (only,) = judge(launch(tmp_path, [*NVFP4, *pool, "--speculative-algorithm", "STANDALONE"]))
-    assert only.id == "FP4-033"
+    tree = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "2"]
+    llama = {"architectures": ["LlamaForCausalLM"]}  # SGLang drafts a tree for it by itself
+    for flags, target in (
+        (["--speculative-algorithm", "STANDALONE"], {}), (tree, {}), (["--speculative-algorithm", "EAGLE3"], llama),
+    ):  # fmt: skip
+        (only,) = judge(launch(tmp_path, [*NVFP4, *pool, *flags], target=target))
+        assert only.id == "FP4-033" and "h200_drafters.json" in only.evidence
+    flags = [*NVFP4, *pool, "--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1"]
+    assert judge(launch(tmp_path, flags, target=llama)) == []
+    unknown = replace(launch(tmp_path, [*NVFP4, *pool, "--speculative-algorithm", "EAGLE3"]), target=None)
+    assert [r.id for r in judge(unknown)] == ["FP4-033"]
 
 
 def test_two_hosts_are_not_two_gpus_of_one(tmp_path):
@@ -315,11 +326,24 @@ def test_two_hosts_are_not_two_gpus_of_one(tmp_path):
     [
         ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1", "--page-size", "16"],
         ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "4", "--page-size", "1"],
-        ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4", "--page-size", "16"],
+        ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1", "--page-size", "16"],
+        ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4", "--page-size", "1"],
+        ["--speculative-algorithm", "EAGLE", "--page-size", "16"],
+        [*DFLASH, "--speculative-eagle-topk", "4", "--page-size", "16"],
     ],
 )
-def test_pages_go_with_chains_and_with_other_trees_than_ngrams(tmp_path, flags):
+def test_pages_go_with_chains_and_not_with_trees(tmp_path, flags):
     assert judge(launch(tmp_path, [*NVFP4, *flags])) == []
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
+def test_trees_on_pages_have_no_result(tmp_path, drafter, device):
+    flags = [*NVFP4, *device, "--speculative-algorithm", drafter, "--page-size", "16"]
+    (only,) = judge(launch(tmp_path, [*flags, "--speculative-eagle-topk", "2"]))
+    assert only.id == "FP4-116" and f"{drafter} drafts a tree of 2 branches a step, a page is to hold 16" in only.says
+    by_itself = judge(launch(tmp_path, flags, target={"architectures": ["LlamaForCausalLM"]}))
+    assert [r.id for r in by_itself] == ([] if drafter == "STANDALONE" else ["FP4-116"])
 
 
 @pytest.mark.parametrize(
@@ -451,9 +475,36 @@ def test_other_weights_need_no_fp4_kernel(tmp_path):
     assert [r.id for r in judge(unknown)] == ["FP4-113"]
 
 
+def test_nvfp4_weights_of_a_draft_count_too(tmp_path):
+    awq = packed(f"{PROJECTION}.pre_quant_scale")
+    flags = [*GOOD, "--fp4-gemm-backend", "flashinfer_cutlass"]
+    found = judge(launch(tmp_path, flags, draft_tensors=packed()))
+    assert [r.id for r in found] == ["FP4-110", "FP4-113"]
+    assert found[1].asked == f"--speculative-draft-model-path {tmp_path}/d"
+    found = judge(launch(tmp_path, GOOD, draft_tensors=awq))
+    assert [r.id for r in found] == ["FP4-111", "FP4-113"] and found[0].says.startswith(f"{tmp_path}/d has NVFP4")
+    # Two checkpoints with one half each are no AWQ.
+    halves = {"tensors": packed(), "draft_tensors": {f"{PROJECTION}.pre_quant_scale": scale(1.0)}}
+    assert [r.id for r in judge(launch(tmp_path, GOOD, **halves))] == ["FP4-113"]
+
+
+@pytest.mark.parametrize("side", ["tensors", "draft_tensors"])
+def test_weights_for_a_scaled_input_are_refused_on_a_cpu(tmp_path, side):
+    awq = packed(f"{PROJECTION}.pre_quant_scale")
+    (only,) = judge(launch(tmp_path, [*GOOD, "--device", "cpu"], **{side: awq}))
+    assert only.id == "FP4-111" and "and with --device cpu nothing scales it" in only.says
+
+
 def test_a_packed_head_is_loaded_whole_by_other_classes(tmp_path):
     head = packed("lm_head.weight_scale")
     assert judge(launch(tmp_path, [*NVFP4, "--device", "cpu"], tensors=head)) == []
+
+
+def test_a_head_in_fp8_is_not_called_an_nvfp4_one(tmp_path):
+    """The class drops its scales too."""
+    fp8, target = {"lm_head.weight_scale": scale(1.0)}, {"architectures": ["Qwen3_5ForCausalLM"]}
+    (only,) = judge(launch(tmp_path, NVFP4, target=target, tensors=fp8))
+    assert only.id == "FP4-112" and only.says.startswith(f"{tmp_path}/t has a quantized head, whose scales")
 
 
 def test_a_drafts_hash_is_compared(tmp_path):
@@ -574,7 +625,7 @@ def test_only_what_has_no_result_is_untested():
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-058",
         "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
-        "FP4-102", "FP4-103", "FP4-104", "FP4-113",
+        "FP4-102", "FP4-103", "FP4-104", "FP4-113", "FP4-115", "FP4-116",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

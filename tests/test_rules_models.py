@@ -108,7 +108,7 @@ OTHER_HYBRIDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("listed", [True, False])
 def test_gated_delta_hybrids_are_accepted(tmp_path, kind, listed):
     config = {**HYBRID, "model_type": kind}
@@ -116,6 +116,13 @@ def test_gated_delta_hybrids_are_accepted(tmp_path, kind, listed):
         del config["layer_types"]
     for flags in ([], DFLASH, [*DFLASH, "--mamba-ssm-dtype", "float32"], ["--mamba-ssm-dtype", "bfloat16"]):
         assert judge(launch(tmp_path, [*CPU, *flags], target=config)) == []
+
+
+@pytest.mark.parametrize("on", [CPU, NVFP4])
+@pytest.mark.parametrize("flags", [[], DFLASH])
+def test_gated_delta_layers_of_a_class_that_never_ran_are_untested(tmp_path, on, flags):
+    (only,) = judge(launch(tmp_path, [*on, *flags], target={**HYBRID, "model_type": "qwen3_next"}))
+    assert only.id == "FP4-115" and "of model type qwen3_next, and no result of a run of that class" in only.says
 
 
 @pytest.mark.parametrize("name", OTHER_HYBRIDS)

@@ -14,16 +14,18 @@ PARTS = {
     together.RANKS: {"flags": ["--tp-size", "2"]},
     together.HOST_CACHE: {"flags": ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]},
     together.RECURRENT: {"target": HYBRID},
+    together.EXPERTS: {"target": {**HYBRID, "model_type": "qwen3_5_moe_text"}},
+    together.OTHER_RECURRENT: {"target": {**HYBRID, "model_type": "qwen3_next"}},
     together.WINDOWS: {"target": WINDOWED},
     together.DRAFT: {"flags": DFLASH, "draft": dflash2()},
     together.DRAFTER: {"flags": ["--speculative-algorithm", "EAGLE3"]},
 }
-ONE_OF_A_KIND = ({together.RECURRENT, together.WINDOWS}, {together.DRAFT, together.DRAFTER})
-PAIRS = [pair for pair in combinations(PARTS, 2) if set(pair) not in ONE_OF_A_KIND]
-OWN_RULES = {
-    (together.HOST_CACHE, together.RECURRENT): "FP4-098", (together.HOST_CACHE, together.DRAFTER): "FP4-098",
-    (together.RECURRENT, together.DRAFTER): "FP4-100", (together.WINDOWS, together.DRAFTER): "FP4-101",
-}  # fmt: skip
+RECURRENT = (together.RECURRENT, together.EXPERTS, together.OTHER_RECURRENT)
+ONE_OF_A_KIND = (*combinations((*RECURRENT, together.WINDOWS), 2), (together.DRAFT, together.DRAFTER))
+PAIRS = [pair for pair in combinations(PARTS, 2) if pair not in ONE_OF_A_KIND]
+OWN_RULES = {(together.HOST_CACHE, together.DRAFTER): "FP4-098", (together.WINDOWS, together.DRAFTER): "FP4-101"}
+OWN_RULES |= {(together.HOST_CACHE, kind): "FP4-098" for kind in RECURRENT}
+OWN_RULES |= {(kind, together.DRAFTER): "FP4-100" for kind in RECURRENT}
 
 
 def asked(tmp_path, names, *flags):
@@ -33,13 +35,19 @@ def asked(tmp_path, names, *flags):
     return launch(tmp_path, words, on=machine(NO_GPU), **folders)
 
 
+def unknown_class(names):
+    """The rule about recurrent layers of a class that never ran, where they are among ``names``."""
+    return ["FP4-115"] if together.OTHER_RECURRENT in names else []
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_alone_and_with_a_plain_draft_is_accepted(tmp_path, name):
     alone = asked(tmp_path, [name])
-    assert together.parts(alone) == [name] and judge(alone) == []
+    assert together.parts(alone) == [name] and [r.id for r in judge(alone)] == unknown_class([name])
+    assert bool(together.results(alone)) is (name != together.OTHER_RECURRENT)
     if alone.drafter is None:
         drafted = asked(tmp_path, [name], *DFLASH)
-        assert together.parts(drafted) == [name] and judge(drafted) == []
+        assert together.parts(drafted) == [name] and [r.id for r in judge(drafted)] == unknown_class([name])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
@@ -47,9 +55,10 @@ def test_every_pair_but_those_tried_is_refused(tmp_path, pair):
     if pair in together.TOGETHER_ON_A_CPU:
         assert judge(asked(tmp_path, pair)) == []
         return
-    (only,) = judge(asked(tmp_path, pair))
-    assert only.id == OWN_RULES.get(pair, "FP4-102")
-    assert (" with ".join(pair) in only.says) == (only.id == "FP4-102")
+    told, *others = judge(asked(tmp_path, pair))
+    assert told.id == OWN_RULES.get(pair, "FP4-102") and [r.id for r in others] == unknown_class(pair)
+    assert (" with ".join(pair) in told.says) == (told.id == "FP4-102")
+    assert together.results(asked(tmp_path, pair)) == ()
 
 
 def test_other_backends_are_judged_by_their_own_rules(tmp_path):
@@ -75,9 +84,31 @@ def test_what_ran_together_on_a_cpu_is_told_on_a_gpu(tmp_path):
     (only,) = judge(launch(tmp_path, flags, target=HYBRID))
     assert only.id == "FP4-103" and "with several ranks with recurrent layers, and" in only.says
     (only,) = judge(launch(tmp_path, [*flags, *DFLASH], target=HYBRID, draft=dflash2()))
-    assert only.id == "FP4-103" and only.says.count(" and ") == 4
-    assert "tests/e2e/test_draft_serving.py and tests/e2e/test_two_sparks.py" in only.evidence
+    assert only.id == "FP4-103"
+    assert "and several ranks with recurrent layers with a DFlash2 or windowed draft, and no result" in only.says
+    assert only.evidence == "tests/e2e/test_draft_serving.py and tests/e2e/test_two_sparks.py"
     for names in ((together.RANKS, together.RECURRENT), (together.RANKS, together.RECURRENT, together.DRAFT)):
         assert together.results(asked(tmp_path, names)) == ("tests/e2e/test_two_sparks.py",)
     assert together.results(launch(tmp_path, flags, target=HYBRID)) == ()
     assert together.results(asked(tmp_path, (together.RANKS, together.HOST_CACHE))) == ()
+
+
+def test_a_run_of_three_parts_grants_no_two_of_them(tmp_path):
+    """But ranks and recurrent layers, which that file's undrafted server has."""
+    for pair in ((together.RANKS, together.DRAFT), (together.RECURRENT, together.DRAFT)):
+        assert pair not in together.TOGETHER_ON_A_CPU
+        (only,) = judge(asked(tmp_path, pair))
+        assert only.id == "FP4-102" and only.says.endswith(" with ".join(pair))
+    three = (together.RANKS, together.EXPERTS, together.DRAFT)
+    (only,) = judge(asked(tmp_path, three))
+    assert only.id == "FP4-102" and only.says.endswith("; ".join(map(" with ".join, combinations(three, 2))))
+
+
+@pytest.mark.parametrize("flags", [[], DFLASH])
+def test_experts_have_run_on_a_cpu_alone(tmp_path, flags):
+    target = PARTS[together.EXPERTS]["target"]
+    (only,) = judge(launch(tmp_path, [*NVFP4, *flags], target=target))
+    assert only.id == "FP4-103" and only.evidence == "tests/e2e/test_hybrid_moe.py"
+    assert "asked for with recurrent layers with experts, and" in only.says
+    (only,) = judge(launch(tmp_path, [*NVFP4, "--enable-hierarchical-cache", *flags], target=target))[1:2]
+    assert only.id == "FP4-098"

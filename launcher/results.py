@@ -1,0 +1,70 @@
+"""Which files show that a launch works: results under tests/bench/results/, and tests of the real server on a CPU."""
+
+from launcher import rules_together as together
+from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS
+from launcher.launch import FP4
+from launcher.rules_attention import PROVEN_TP
+
+FOLDER = "tests/bench/results"
+# By (target KV, drafted): one GPU, a dense target in BF16 with full attention, Triton, and a plain DFLASH draft.
+RESULTS = {
+    ("nvfp4", False): ("h200_pair.json", "h200_smollm2.json"),
+    ("nvfp4", True): ("h200_pair.json", "h200_smollm2.json"),
+    ("bf16", False): ("h200_pair.json", "h200_smollm2.json"),
+    ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
+}
+BF16_ON_RANKS = ("h200x2_pair.json",)  # NVFP4's are in launcher/rules_together.py
+NVFP4_WEIGHTS_ON_A_CPU = "tests/e2e/test_nvfp4_weights.py"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a target that has some
+_PLAIN = (None, "unquant")  # values of flags that name a quantization
+_SIZES = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size", "nnodes")
+
+
+def results_for(launch):
+    """Paths of what shows launches like ``launch`` to work; none where nothing does."""
+    plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
+    if not launch.on_triton or not plain:
+        return ()
+    parts = together.parts(launch)
+    if _quantized(launch):
+        return (NVFP4_WEIGHTS_ON_A_CPU,) if _ran_on_packed_weights(launch, parts) else ()
+    if launch.kv_dtype == "nvfp4" and parts:
+        return together.results(launch)
+    if launch.drafter not in (None, "DFLASH"):
+        return ()
+    dtype = "bf16" if launch.kv_dtype == "bfloat16" else launch.kv_dtype
+    names = RESULTS.get((dtype, launch.drafter is not None), ())
+    if parts or _spread(launch):
+        names = BF16_ON_RANKS if dtype == "bf16" and _on_proven_ranks(launch, parts) else ()
+    return tuple(f"{FOLDER}/{name}" for name in names)
+
+
+def _spread(launch):
+    return [name for name in _SIZES if getattr(launch.flags, name) > 1]
+
+
+def _on_proven_ranks(launch, parts):
+    alone = parts == [together.RANKS] and _spread(launch) == ["tp_size"]
+    return alone and launch.flags.tp_size in PROVEN_TP and launch.flags.device != "cpu"
+
+
+def _quantized(launch):
+    """Whether weights of target or draft are quantized, in the checkpoint or by a flag."""
+    flags = launch.flags
+    asked = (flags.quantization, flags.speculative_draft_model_quantization, flags.modelopt_quant)
+    stored = any(facts is not None and facts.quantized for facts in (launch.target, launch.draft))
+    return stored or any(value not in _PLAIN for value in asked)
+
+
+def _ran_on_packed_weights(launch, parts):
+    """Whether it is NVFP4 KV on ModelOpt's NVFP4 weights on a CPU, of linear layers: a dense target, with or without a
+    plain DFLASH draft, or a hybrid without a drafter."""
+    flags, target, draft = launch.flags, launch.target, launch.draft
+    if (launch.kv_dtype, flags.device) != ("nvfp4", "cpu") or target is None or any(map(target.text.get, _EXPERTS)):
+        return False
+    if flags.quantization not in (None, "modelopt_fp4") or flags.modelopt_quant is not None:
+        return False
+    if flags.speculative_draft_model_quantization not in _PLAIN or (draft is not None and draft.quantized):
+        return False
+    ran = parts == [together.RECURRENT] and launch.drafter is None or not parts and launch.drafter in (None, "DFLASH")
+    return ran and NVFP4_WEIGHTS in target.checkpoint.weights and INPUT_SCALED not in target.checkpoint.weights

@@ -8,7 +8,7 @@ import torch
 from launches import NVFP4, machine
 from safetensors.torch import load_file, save_file
 
-from launcher.checkpoint import NVFP4_WEIGHTS, read_checkpoint
+from launcher.checkpoint import NVFP4_WEIGHTS, QUANTIZED, read_checkpoint
 from launcher.flags import parse
 from launcher.launch import Launch
 from launcher.modelfacts import read_facts
@@ -108,7 +108,7 @@ def judged(folder):
 
 def test_a_packed_hybrid_with_all_its_scales_is_accepted(pair):
     checkpoint = read_checkpoint(pair.packed)
-    assert checkpoint.weights == {NVFP4_WEIGHTS}
+    assert checkpoint.weights == {NVFP4_WEIGHTS, QUANTIZED}
     assert checkpoint.kv_scales == {
         i: {side: [value] for side, value in zip("kv", values, strict=True)} for i, values in kv_scales(LAYERS).items()
     }

@@ -92,7 +92,7 @@ def run(scratch, models):
 
 def test_fp4kv_serve_judges_and_proves_a_hybrid_and_asks_it_the_canary(run):
     said, _ = run
-    assert "accepted: works (tests/e2e/test_hybrid_serving.py)" in said
+    assert "accepted: works (tests/e2e/test_hybrid_moe.py)" in said
     pools = "target float4_e2m1fn_x2 72 B/token in NVFP4TokenToKVPool; draft float8_e4m3fn 256 B/token"
     assert f"fp4kv serve: proven: {pools}" in said
     assert "states float32 of 3 layers in " in said

@@ -94,7 +94,7 @@ def _draft_writes(launch):
     """Where K and V cannot get into the drafter's pool by SGLang's fused write, of all layers at once. The scheduler
     reports the way in use (sglang_fp4kv/draft_writes.py)."""
     why = launch.draft.dflash.per_layer if launch.draft is not None else None
-    if launch.flags.device == "cpu":
+    if launch.on_cpu:
         why = "a CPU has no fused kernel"
     if why is not None:
         yield Value("drafter writes", "", "layer by layer, which is slower", why)

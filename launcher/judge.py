@@ -11,7 +11,7 @@ import sys
 from launcher import patchset, rules
 from launcher.effective import effective_values
 from launcher.flags import UsageError, parse
-from launcher.launch import FP4, MODULES, Launch
+from launcher.launch import DRAFT_FLAG, FP4, MODEL_FLAG, MODULES, Launch
 from launcher.modelfacts import locate, read_facts
 from launcher.probe import Failed, parse_gpu, probe
 from launcher.refusal import Refused, refusal
@@ -23,7 +23,6 @@ from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
 WORKS, UNTESTED, FAILS = "works", rules.UNTESTED, rules.FAILS
 _DRAFTERS_WITH_A_MODEL = ("DFLASH", "EAGLE3", "STANDALONE", *MODULES)
 _LARGEST = 1 << 40
-_MODELS = ("--model-path", "--speculative-draft-model-path")
 
 
 def add_arguments(parser):
@@ -78,20 +77,20 @@ def judge(sglang_flags, *, machine, allow=(), profile=None):
     flags = parse(sglang_flags)
     _check_allow(allow)
     _check_numbers(flags)
-    paths = {"--model-path": flags.model_path}
+    paths = {MODEL_FLAG: flags.model_path}
     if flags.speculative_draft_model_path is not None:
-        paths["--speculative-draft-model-path"] = flags.speculative_draft_model_path
+        paths[DRAFT_FLAG] = flags.speculative_draft_model_path
     named = {}
     if profile is not None:
         named = {"draft_revision": profile.draft_revision, "draft_sha256": profile.draft_sha256}
     if flags.kv_cache_dtype in FP4 or any(named.values()):
-        revisions = dict(zip(_MODELS, (flags.revision, flags.speculative_draft_model_revision), strict=True))
+        revisions = {MODEL_FLAG: flags.revision, DRAFT_FLAG: flags.speculative_draft_model_revision}
         facts = {flag: read_facts(path, flag, revisions[flag], flags.download_dir) for flag, path in paths.items()}
         if flags.kv_cache_dtype in FP4:
-            _check_pairing(flags, facts["--model-path"])
+            _check_pairing(flags, facts[MODEL_FLAG])
     else:
         facts = {flag: _readable(path, flag) for flag, path in paths.items()}
-    target, draft = facts.get("--model-path"), facts.get("--speculative-draft-model-path")
+    target, draft = facts.get(MODEL_FLAG), facts.get(DRAFT_FLAG)
     return decide(Launch(flags, target, draft, machine, **named), allow)
 
 
@@ -138,7 +137,7 @@ def _warnings(launch, allow, found):
         return
     if launch.flags.json_model_override_args not in (None, "{}"):
         yield "--json-model-override-args was not applied to what was read from config.json"
-    if launch.flags.device == "cpu":
+    if launch.on_cpu:
         yield "--device cpu: Triton's interpreter runs the kernels; for tests, not for serving"
     elif launch.gpu is None:
         reason = launch.machine.gpu.reason
@@ -148,7 +147,7 @@ def _warnings(launch, allow, found):
             "the GPU's memory is unknown, so the pools were not judged by it; "
             "fp4kv judge --gpu-memory states it"
         )
-    for facts, flag in zip((launch.target, launch.draft), _MODELS, strict=True):
+    for flag, facts in launch.models:
         asked = getattr(launch.flags, flag.lstrip("-").replace("-", "_"))
         if asked is not None and facts is None:
             yield f"{flag} {asked} is not on this machine, so nothing was judged by its config.json"

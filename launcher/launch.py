@@ -15,6 +15,7 @@ _SM100 = ((10, 0), (10, 3))
 MODULES = ("EAGLE", "NEXTN")  # may be a module inside the target's checkpoint
 # With a drafter: _handle_dflash and its neighbours in srt/arg_groups/speculative_hook.py @ 0.5.23.
 DRAFT_SEATS = 48
+MODEL_FLAG, DRAFT_FLAG = "--model-path", "--speculative-draft-model-path"
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,17 @@ class Launch:
     @property
     def gpu(self):
         """The Gpu, None where it is unknown or the server runs on the CPU."""
-        on_cpu = self.flags.device == "cpu"
-        return self.machine.gpu if isinstance(self.machine.gpu, Gpu) and not on_cpu else None
+        return self.machine.gpu if isinstance(self.machine.gpu, Gpu) and not self.on_cpu else None
+
+    @property
+    def on_cpu(self):
+        """Whether it is for the embedded server, which tests and the demo run without a GPU."""
+        return self.flags.device == "cpu"
+
+    @property
+    def models(self):
+        """(the flag that names it, its ModelFacts or None) of the target and of the draft."""
+        return (MODEL_FLAG, self.target), (DRAFT_FLAG, self.draft)
 
     @property
     def backends(self):

@@ -45,14 +45,14 @@ def _spread(launch):
 
 def _on_proven_ranks(launch, parts):
     alone = parts == [together.RANKS] and _spread(launch) == ["tp_size"]
-    return alone and launch.flags.tp_size in PROVEN_TP and launch.flags.device != "cpu"
+    return alone and launch.flags.tp_size in PROVEN_TP and not launch.on_cpu
 
 
 def _quantized(launch):
     """Whether weights of target or draft are quantized, in the checkpoint or by a flag."""
     flags = launch.flags
     asked = (flags.quantization, flags.speculative_draft_model_quantization, flags.modelopt_quant)
-    stored = any(facts is not None and facts.quantized for facts in (launch.target, launch.draft))
+    stored = any(facts is not None and facts.quantized for _, facts in launch.models)
     return stored or any(value not in _PLAIN for value in asked)
 
 
@@ -60,7 +60,7 @@ def _ran_on_packed_weights(launch, parts):
     """Whether it is NVFP4 KV on ModelOpt's NVFP4 weights on a CPU, of linear layers: a dense target, with or without a
     plain DFLASH draft, or a hybrid without a drafter."""
     flags, target, draft = launch.flags, launch.target, launch.draft
-    if (launch.kv_dtype, flags.device) != ("nvfp4", "cpu") or target is None or any(map(target.text.get, _EXPERTS)):
+    if launch.kv_dtype != "nvfp4" or not launch.on_cpu or target is None or any(map(target.text.get, _EXPERTS)):
         return False
     if flags.quantization not in (None, "modelopt_fp4") or flags.modelopt_quant is not None:
         return False

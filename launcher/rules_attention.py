@@ -130,7 +130,7 @@ def gpu_is_untested(launch):
 def parallel_is_untested(launch):
     names = [n for n in ("pp_size", "dp_size", "attn_cp_size", "nnodes") if getattr(launch.flags, n) > 1]
     # Ranks on a CPU are what tests/e2e/test_nvfp4_parallel.py runs.
-    if launch.flags.tp_size not in PROVEN_TP and launch.flags.device != "cpu":
+    if launch.flags.tp_size not in PROVEN_TP and not launch.on_cpu:
         names.insert(0, "tp_size")
     return _facts(launch, "kv_cache_dtype", *names) if names else None
 

@@ -118,8 +118,7 @@ def layers_share_k_and_v(launch):
 
 
 def figures_are_not_in_the_file(launch):
-    flags = ("--model-path", "--speculative-draft-model-path")
-    for flag, facts in zip(flags, (launch.target, launch.draft), strict=True):
+    for flag, facts in launch.models:
         if facts is not None and facts.unread:
             key = next((key for key in OTHER_HEADS if facts.text.get(key)), "model_type")
             asked = f"{flag} {facts.path} with {key} {_SHORT.repr(facts.text[key])}"
@@ -134,7 +133,7 @@ def attention_sinks(launch):
 
 def heads_do_not_divide(launch):
     tp = launch.flags.tp_size
-    for facts in (launch.target, launch.draft):
+    for _, facts in launch.models:
         kinds = {"KV": facts.kv_heads, "query": facts.q_heads} if facts is not None and tp >= 1 else {}
         if kinds and facts.gated_delta:
             kinds |= {f"linear {side}": facts.text[GATED_DELTA[f"{side}_heads"]] for side in ("key", "value")}
@@ -188,7 +187,7 @@ def _gemm(launch):
 
 def _holding(launch, *kinds):
     """Facts with the first of target and draft whose checkpoint holds weights of all ``kinds``; None without one."""
-    for flag, facts in (("--model-path", launch.target), ("--speculative-draft-model-path", launch.draft)):
+    for flag, facts in launch.models:
         if facts is not None and facts.checkpoint.weights >= set(kinds):
             return {"asked": f"{flag} {facts.path}", "path": facts.path}
     return None
@@ -203,10 +202,10 @@ def nvfp4_weights_have_no_kernel(launch):
 
 
 def scale_of_the_input_is_left_out(launch):
-    held, on_cpu = _holding(launch, NVFP4_WEIGHTS, INPUT_SCALED), launch.flags.device == "cpu"
-    if held is None or not (on_cpu or _gemm(launch) == _MARLIN):
+    held = _holding(launch, NVFP4_WEIGHTS, INPUT_SCALED)
+    if held is None or not (launch.on_cpu or _gemm(launch) == _MARLIN):
         return None
-    if on_cpu:
+    if launch.on_cpu:
         return held | {"where": "--device cpu"}
     asked = launch.flags.fp4_gemm_runner_backend == _MARLIN
     return held | {"where": f"--fp4-gemm-backend {_MARLIN}" if asked else launch.gpu.sm}
@@ -219,4 +218,4 @@ def scale_of_the_head_is_dropped(launch):
 
 
 def nvfp4_weights_on_a_gpu(launch):
-    return _holding(launch, NVFP4_WEIGHTS) if launch.flags.device != "cpu" else None
+    return _holding(launch, NVFP4_WEIGHTS) if not launch.on_cpu else None

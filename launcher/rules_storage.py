@@ -27,14 +27,14 @@ def _carried(launch):
 
 
 def hierarchical_cache_on_a_gpu(launch):
-    on_gpu = _carried(launch) and launch.flags.device != "cpu"
+    on_gpu = _carried(launch) and not launch.on_cpu
     return _on(launch, "enable_hierarchical_cache") if on_gpu else None
 
 
 def hierarchical_cache_way(launch):
     if not _carried(launch):
         return None
-    backends = ("direct",) if launch.flags.device == "cpu" else HOST_IO_BACKENDS
+    backends = ("direct",) if launch.on_cpu else HOST_IO_BACKENDS
     wrong = {
         "hicache_storage_backend": launch.flags.hicache_storage_backend is not None,
         "hicache_mem_layout": launch.flags.hicache_mem_layout not in HOST_LAYOUTS,
@@ -46,7 +46,7 @@ def hierarchical_cache_way(launch):
 
 def hierarchical_cache_rows(launch):
     target = launch.target
-    if not _carried(launch) or launch.flags.device == "cpu" or launch.flags.hicache_io_backend != "kernel":
+    if not _carried(launch) or launch.on_cpu or launch.flags.hicache_io_backend != "kernel":
         return None
     if target is None or not target.head_dim or not target.kv_heads or target.head_dim % BLOCK_SIZE:
         return None

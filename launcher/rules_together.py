@@ -88,19 +88,15 @@ def results(launch):
     """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
     asked = tuple(parts(launch))
     if len(asked) == 1:
-        shown = (ON_A_CPU if _on_cpu(launch) else ON_A_GPU).get(asked[0])
+        shown = (ON_A_CPU if launch.on_cpu else ON_A_GPU).get(asked[0])
     else:
-        shown = TOGETHER_ON_A_CPU.get(asked) if _on_cpu(launch) else None
+        shown = TOGETHER_ON_A_CPU.get(asked) if launch.on_cpu else None
     return () if shown is None else (shown,)
 
 
 def _tried_together(asked):
     """The largest of TOGETHER_ON_A_CPU that ``asked`` has all parts of; () without one."""
     return max((some for some in TOGETHER_ON_A_CPU if set(some) <= set(asked)), key=len, default=())
-
-
-def _on_cpu(launch):
-    return launch.flags.device == "cpu"
 
 
 def parts_tried_apart(launch):
@@ -121,7 +117,7 @@ def shown_on_a_cpu_alone(launch):
     found = {part: ON_A_CPU[part] for part in alone}
     if together := _tried_together(asked):
         found[" with ".join(together)] = TOGETHER_ON_A_CPU[together]
-    if not found or _on_cpu(launch):
+    if not found or launch.on_cpu:
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "speculative_draft_window_size")
     of = [launch.draft if part == DRAFT else launch.target for part in asked]

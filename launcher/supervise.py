@@ -100,8 +100,8 @@ class Supervisor:
             if self.canary:
                 self._ask_canary(info, begun + self.seconds)
                 info = self._report(begun + self.seconds, again=True)
-            on_cpu = self.launch.flags.device == "cpu"  # which was judged to be slow
-            for why in () if on_cpu else slow_writes(info["internal_states"]):
+            # A CPU's was judged to be slow.
+            for why in () if self.launch.on_cpu else slow_writes(info["internal_states"]):
                 _say(f"warning: the drafter's K and V are written layer by layer, which is slower: {why}")
             self.server.note_shared_memory()
             if self.done.is_set():
@@ -156,7 +156,6 @@ class Supervisor:
         return info
 
     def _ask_canary(self, info, deadline):
-        flags = self.launch.flags
         report = fp4kv_report(info)
         tokens, states = report["max_total_num_tokens"], report.get("states")
         canary = Canary(
@@ -164,11 +163,11 @@ class Supervisor:
             access=self._access,
             drafted=self.launch.drafter is not None,
             bound=NEAR_TIE_BOUNDS["nvfp4"],  # of the FP4 formats the one that was measured
-            haystack=_HAYSTACK_ON_CPU if flags.device == "cpu" else _HAYSTACK,
+            haystack=_HAYSTACK_ON_CPU if self.launch.on_cpu else _HAYSTACK,
             room=min(n for n in (self.launch.context, tokens) if n),
             page_size=None if info["disable_radix_cache"] else info["page_size"],
             snapshot_tokens=states["snapshot_tokens"] if states else 0,
-            ranks=flags.dp_size,
+            ranks=self.launch.flags.dp_size,
             cancelled=self.done,
         )
         try:

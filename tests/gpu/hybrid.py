@@ -19,7 +19,6 @@ to pass its proof and canary.
 own: tests/e2e/test_two_sparks.py on GPUs.
 """
 
-import argparse
 import json
 import os
 import random
@@ -39,7 +38,7 @@ from launcher.process import ServerFailed, ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.server import plugin_path
 from tests.e2e.tiny_models import build_dflash2, build_draft, build_hybrid
-from tests.gpu.origin import origin
+from tests.gpu.origin import arguments, origin
 from tests.gpu.plan_servers import Case
 from tests.gpu.plan_servers import compare as compare_plan
 from tests.gpu.serving import NCCL
@@ -280,20 +279,6 @@ def verdicts(found):
     wrong = [name for name, entry in found.items() if entry["wrong"]]
     failed = [name for name in wrong if found[name]["kv"] == "nvfp4"]
     return failed, [name for name in wrong if name not in failed]
-
-
-def arguments(description, *switches):
-    """OUT, --logs and ``switches`` of a phase like this one; the logs' folder is there afterwards."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--logs", type=Path, required=True)
-    for switch in switches:
-        parser.add_argument(switch, action="store_true")
-    args = parser.parse_args()
-    args.logs.mkdir(parents=True, exist_ok=True)
-    return args
 
 
 def finish(out, module, begun, found, **more):

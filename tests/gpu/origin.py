@@ -1,11 +1,26 @@
-"""What a result file says of the run that it is of."""
+"""What a phase on a GPU is called with, and what its result file says of the run."""
 
+import argparse
 import sys
 import time
 from pathlib import Path
 
 from launcher.demo import commit, gpu_name
 from launcher.probe import installed_versions
+
+
+def arguments(description, *switches):
+    """OUT, --logs and ``switches`` of a phase that takes no more; the logs' folder is there afterwards."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--logs", type=Path, required=True)
+    for switch in switches:
+        parser.add_argument(switch, action="store_true")
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def without_folders(words):

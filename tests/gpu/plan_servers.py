@@ -7,7 +7,6 @@ hybrid (three recurrent layers to one, random weights) in BF16 and FP8, alone an
 drafted NVFP4 pair on what --mem-fraction-static leaves. Exit code 3 when a plan differs from its server.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from launcher.process import ServerProcess, free_port
 from launcher.serve import launch_command
 from tests.e2e.server import plugin_path
 from tests.e2e.tiny_models import build_draft, build_hybrid
-from tests.gpu.origin import origin, without_folders
+from tests.gpu.origin import arguments, origin, without_folders
 
 START_SECONDS = 400
 FIXED_BUDGET = 5_000_000_033
@@ -135,13 +134,7 @@ def ask(together, logs, progress):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--logs", type=Path, required=True)
-    args = parser.parse_args()
-    args.logs.mkdir(parents=True, exist_ok=True)
+    args = arguments(__doc__)
     progress, found = Progress(), {}
     with tempfile.TemporaryDirectory() as scratch:
         for together in cases(Path(scratch)):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tests.e2e.fp4_weights import kv_scales, pack_weights
 from tests.e2e.tiny_models import INTERVAL, build_hybrid
-from tests.gpu.hybrid import NO_GRAPHS, SIZES, Run, Server, arguments, findings, finish
+from tests.gpu.hybrid import NO_GRAPHS, SIZES, Run, Server, findings, finish
+from tests.gpu.origin import arguments
 
 MARLIN = ("--fp4-gemm-backend", "marlin")
 NAMED = ("--quantization", "modelopt_fp4")  # also the draft's then, which is in BF16

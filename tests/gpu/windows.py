@@ -7,7 +7,6 @@ it, and prompts up to 40 windows long. An oracle drafts the undrafted answers. T
 cap are caught is what that test shows; here BF16 KV on SGLang's own reader stands beside. Exit code as tests.gpu.serving's.
 """
 
-import argparse
 import os
 import random
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from tests.e2e.server import plugin_path
 from tests.e2e.test_windows import CAP
 from tests.e2e.tiny_models import WINDOW, build_draft, build_windowed
+from tests.gpu.origin import arguments
 from tests.gpu.serving import serve_and_compare
 
 LENGTHS = (WINDOW // 2, WINDOW + 1, 3 * WINDOW + 4, 10 * WINDOW, 20 * WINDOW + 7, 40 * WINDOW)
@@ -36,11 +36,7 @@ def prompts():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--logs", type=Path, required=True)
-    args = parser.parse_args()
-    args.logs.mkdir(parents=True, exist_ok=True)
+    args = arguments(__doc__)
     # Every server needs the cap, not only those with an oracle.
     os.environ |= {"PYTHONPATH": plugin_path(), "FP4KV_GEMMA3": CAP}
     with tempfile.TemporaryDirectory() as scratch:

@@ -23,6 +23,13 @@ def test_every_format_drafted_and_undrafted():
     assert len(checks.runs(None)) == 3
 
 
+def test_ngram_in_a_drafts_place():
+    args = checks.arguments(["MODEL", "OUT", "--draft", "NGRAM"])
+    flags = parse(checks.server_flags(args, "nvfp4", True))
+    assert (flags.speculative_algorithm, flags.speculative_ngram_max_bfs_breadth) == ("NGRAM", 1)
+    assert flags.speculative_draft_model_path is None and len(checks.runs(args.draft)) == 6
+
+
 def test_a_drafted_server_leaves_no_check_out(tmp_path):
     """Its undrafted twin reads in one chunk and the BF16 server is its control."""
     args = checks.arguments(["MODEL", str(tmp_path), "--draft", "DRAFT", "--depths", "300,900"])

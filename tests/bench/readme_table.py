@@ -222,13 +222,14 @@ def checks_cells(model: str, name: str, run: dict) -> list[str]:
     checks = {id: c for id, c in run["checks"].items() if c["status"] != "skipped"}
     failed = [f"{id} ({c['status']})" for id, c in checks.items() if c["status"] != "pass"]
     kv, drafted = name.rsplit("-", 1)
+    drafter = ", NGRAM" if run.get("drafter") == "NGRAM" else ", drafter" if drafted == "drafted" else ""
 
     def of(id: str, shown) -> str:
         return shown(checks[id]) if checks.get(id, {}).get("numbers") else "-"
 
     depths = of("recall", lambda c: f"{max(d['prompt_tokens'] for d in c['numbers']['depths']):,}")
     return [
-        f"{model}, {KV_NAMES[kv]}{', drafter' if drafted == 'drafted' else ''}",
+        f"{model}, {KV_NAMES[kv]}{drafter}",
         f"{len(checks) - len(failed)} of {len(checks)}",
         ", ".join(failed) or "-",
         depths,

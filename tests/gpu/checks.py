@@ -1,9 +1,9 @@
 """`fp4kv check` against KV in BF16, FP8 and NVFP4, with and without the drafter, with CUDA graphs.
 
-usage: python -m tests.gpu.checks MODEL OUT_DIR [--draft DIR] [--suite pair|chat] [--depths 512,2048,3584]
+usage: python -m tests.gpu.checks MODEL OUT_DIR [--draft DIR|NGRAM] [--suite pair|chat] [--depths 512,2048,3584]
            [--context N] [--floor N]
 
-All servers are started at once. The undrafted BF16 server is the control of all others, and each KV format's
+NGRAM in a draft's place drafts from what was asked and answered. All servers are started at once. The undrafted BF16 server is the control of all others, and each KV format's
 undrafted server, which prefills in chunks of the whole context, is the one that its drafted server is
 compared with. Writes OUT_DIR/checks.json (statuses, one line a check, versions) after each server, and a folder for
 each run.
@@ -30,6 +30,9 @@ FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
 START_SECONDS = 400
 REQUESTS = 8
 CONTROL = ("bf16", False)
+NGRAM = "NGRAM"
+# A chain, whose drafts SGLang's own backend can verify in every KV format.
+NGRAM_FLAGS = ("--speculative-ngram-max-bfs-breadth", "1", "--speculative-num-draft-tokens", "8")
 
 
 def server_flags(args, kv, drafted):
@@ -41,8 +44,13 @@ def server_flags(args, kv, drafted):
         "--chunked-prefill-size", str(args.chunk if drafted else -1),
     ]  # fmt: skip
     if drafted:
-        flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(args.draft)]
+        flags += ["--speculative-algorithm", algorithm(args)]
+        flags += NGRAM_FLAGS if args.draft == NGRAM else ("--speculative-draft-model-path", args.draft)
     return flags
+
+
+def algorithm(args):
+    return NGRAM if args.draft == NGRAM else "DFLASH"
 
 
 def runs(draft):
@@ -107,7 +115,7 @@ def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--draft", help="the draft's folder, or NGRAM")
     parser.add_argument("--suite", default="pair")
     parser.add_argument(
         "--depths", type=lambda text: tuple(map(int, text.split(","))), default=(512, 2048, 3584)
@@ -147,7 +155,7 @@ def main():
             except UsageError as error:
                 print(error, file=sys.stderr)
                 return 2
-            found[name_of(key)] = summary(verdict)
+            found[name_of(key)] = {"drafter": algorithm(args) if key[1] else None, **summary(verdict)}
             write(args, found, time.monotonic() - begun)
             progress(f"{name_of(key)} asked")
             print(f"\n{name_of(key)}\n{table.render(verdict)}", flush=True)

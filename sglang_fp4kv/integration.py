@@ -7,8 +7,8 @@ scheduler process, where a patch calls it.
 
 import logging
 
-from sglang_fp4kv.activations import FUSION, fuse_unless_marlin
 from sglang_fp4kv.draft_writes import APPEND_FUSED, INIT_HELPER
+from sglang_fp4kv.marlin import FUSION, SUMS, fuse_unless_marlin, sum_in_order
 from sglang_fp4kv.seams import check_release, check_seams
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ EVERY_REQUEST = "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin.validate_dll
 VERIFY_DRAWN = "sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core"
 HOOKED = (
     POOL_CLASS, POOL_SIZES, POOL_CELL, HOST_POOL_CLASS, INTERNAL_STATE, POST_CAPTURE, INIT_HELPER, APPEND_FUSED,
-    VERIFY_PROBS, VERIFY_REQUEST, VERIFY_DRAWN, EVERY_REQUEST, FUSION,
+    VERIFY_PROBS, VERIFY_REQUEST, VERIFY_DRAWN, EVERY_REQUEST, FUSION, SUMS,
 )  # fmt: skip
 
 _active = False
@@ -85,6 +85,7 @@ def activate():
     HookRegistry.register(VERIFY_REQUEST, verify_sampling.refuse_penalties, HookType.AROUND)
     HookRegistry.register(EVERY_REQUEST, verify_sampling.refuse_inexact, HookType.AROUND)
     HookRegistry.register(FUSION, fuse_unless_marlin, HookType.AROUND)
+    HookRegistry.register(SUMS, sum_in_order, HookType.AROUND)
     if readiness.wanted():
         HookRegistry.register(readiness.HTTP_SERVER, readiness.hold_back, HookType.AROUND)
     _wrap_triton_backend()

@@ -4,6 +4,7 @@ Two steps of SGLang 0.5.23's argument pipeline are wrapped (srt/arg_groups/resol
 Every combination other than NVFP4 on Triton goes to the step that was there before.
 """
 
+import functools
 import logging
 
 from sglang.srt.arg_groups.overrides import (
@@ -15,6 +16,7 @@ from sglang.srt.arg_groups.overrides import (
 )
 from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.runtime_context import get_server_args
 
 from sglang_fp4kv import formats
 from sglang_fp4kv.checkpoint_scales import check_scales, checkpoint_folder
@@ -49,6 +51,12 @@ def uses_packed_read(cfg):
             f"prefill {prefill!r} and decode {decode!r}; pass --attention-backend triton alone"
         )
     return True
+
+
+@functools.cache
+def serves_packed_kv():
+    """Whether this process's server has packed NVFP4 KV; asked in forward passes, and settled before the first."""
+    return uses_packed_read(resolved_view(get_server_args()))
 
 
 def resolve_prefill_dequant(server_args, previous):

@@ -20,7 +20,6 @@ applied to what top-k leaves; that stays as SGLang does it. All of it only where
 """
 
 import copy
-import functools
 
 import torch
 
@@ -37,15 +36,10 @@ _WAY_OUT = (
 )
 
 
-@functools.cache
 def _served():
-    """Whether this server's KV is packed NVFP4; asked at every sampled verify, and settled before the first."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.runtime_context import get_server_args
+    from sglang_fp4kv.resolution import serves_packed_kv
 
-    from sglang_fp4kv.resolution import uses_packed_read
-
-    return uses_packed_read(resolved_view(get_server_args()))
+    return serves_packed_kv()
 
 
 def refuse_penalties(original, req, enable_overlap):

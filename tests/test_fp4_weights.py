@@ -1,5 +1,6 @@
 """Checkpoints with NVFP4 weights: what the tests build, the embedded platform's way with them, and Marlin's."""
 
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ from launcher.flags import parse
 from launcher.launch import Launch
 from launcher.modelfacts import read_facts
 from launcher.rules import judge
-from sglang_fp4kv.activations import fuse_unless_marlin
+from sglang_fp4kv import resolution
 from sglang_fp4kv.embedded import fp4_weights
+from sglang_fp4kv.marlin import SUMS, fuse_unless_marlin, sum_in_order
 from tests.e2e.fp4_weights import INPUT_SCALE, kv_scales, pack_weights
 from tests.e2e.tiny_models import TINY_HYBRID, build_hybrid, build_target
 
@@ -99,6 +101,18 @@ def test_activations_are_fused_for_other_kernels_alone(monkeypatch, marlin):
     fused = []
     fuse_unless_marlin(fused.append, "mlp")
     assert fused == ([] if marlin else ["mlp"])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_marlin_sums_in_one_order_beside_packed_kv(monkeypatch, packed):
+    """SGLang's choice for what was seen to part: an output projection of 8 heads of 256 to a hidden size of 512."""
+    module, name = SUMS.rsplit(".", 1)
+    chosen = getattr(importlib.import_module(module), name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(resolution, "serves_packed_kv", lambda: packed)
+    shape = {"m": 1, "n": 512, "k": 2048, "device": torch.device("cuda"), "dtype": torch.bfloat16}
+    assert sum_in_order(chosen, **shape) is not packed
+    assert sum_in_order(chosen, **shape | {"k": 1024}) is False
 
 
 def judged(folder):

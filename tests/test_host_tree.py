@@ -103,9 +103,14 @@ def scramble(served, seed):
 
 
 def settle(cache, device):
-    """Lets what was submitted finish, as the scheduler does between two batches."""
+    """Lets what was submitted finish, as the scheduler does between two batches.
+
+    A look at the events submits what write_through has queued, so that its copy is done at a later one.
+    """
+    cache.check_hicache_events()
     synchronize(device)
     cache.check_hicache_events()
+    assert not cache.ongoing_write_through
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])

@@ -137,6 +137,14 @@ def test_a_cached_answer_must_repeat_outright_whatever_the_margin(tmp_path):
 
 
 @pytest.mark.parametrize(("margin", "failed"), [(0.2, False), (8.0, True)])
+def test_beside_ngram_a_cached_answer_may_part_at_a_near_tie(tmp_path, margin, failed):
+    """Its verify steps begin elsewhere the second time."""
+    with FakeServer(answer=nth(3), margin=margin, info={"speculative_algorithm": "NGRAM"}) as target:
+        checks = run(tmp_path, target, "prefix-cache")
+    assert bool(failing(checks)) is failed
+
+
+@pytest.mark.parametrize(("margin", "failed"), [(0.2, False), (8.0, True)])
 def test_the_first_answer_may_differ_within_its_bound(tmp_path, margin, failed):
     seen = set()
 
@@ -252,6 +260,25 @@ def test_answers_that_change_after_the_soak(tmp_path):
     with FakeServer(answer=answer) as target:
         checks = run(tmp_path, target, "soak")
     assert failing(checks) == {"soak"} and "17x23 after 0.6: different at token" in checks["soak"]["summary"]
+
+
+@pytest.mark.parametrize(("drafter", "failed"), [("DFLASH", True), ("NGRAM", False)])
+def test_an_accept_length_that_falls_after_the_soak(tmp_path, drafter, failed):
+    """What NGRAM drafts from is what was asked last, the soak's prompts too."""
+    soaked = []
+
+    def answer(n, body, text):
+        if body.get("logit_bias"):
+            soaked.append(n)
+        return text
+
+    def meta(n, body, meta):
+        meta["spec_accept_length"] = 4.0 if soaked else 5.5
+
+    with FakeServer(answer=answer, meta=meta, info={"speculative_algorithm": drafter}) as target:
+        checks = run(tmp_path, target, "soak")
+    assert bool(failing(checks)) is failed
+    assert ("accept length 5.50 before, 4.00 after" in checks["soak"]["summary"]) is failed
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from launcher.equality import CPU_BOUND, NEAR_TIE_BOUNDS
 
-# Differences of log-probability (natural log) between the two best tokens, by KV format: how far the
-# margin moves in 99 of 100 steps when a prompt is cut elsewhere (two chunks for one, or all but its last
-# token from the prefix cache), the larger of the two rounded up to the quarter above
+# Differences of log-probability (natural log) between the two best tokens, by KV format: the furthest that
+# the margin moves in any of 418 steps when a prompt is cut elsewhere (two or four chunks for one, or all but its
+# last token from the prefix cache), rounded up to the quarter above
 # (tests/bench/results/prefill_cut_smollm2.json). Prefill reads its own chunk in BF16 and what stands before
-# it from the pool.
-CUT_BOUNDS = {"bf16": 0.5, "fp8_e4m3": 1.25, "nvfp4": 3.5}
+# it from the pool. No fault of tests/bench/results/faults.json parts here below 6.3.
+CUT_BOUNDS = {"bf16": 0.75, "fp8_e4m3": 2.0, "nvfp4": 5.0}
 
 # What /server_info calls the formats. e5m2 has one mantissa bit less than e4m3 and no study of its own.
 KV_FORMATS = {

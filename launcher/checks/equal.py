@@ -77,20 +77,21 @@ def ask_cache(session):
         for prompt in (*plan, *session.suite.prompts("arithmetic")[:2]):
             asked = [session.ask(prompt, server=server, step=step) for step in ("first", "second", "third")]
             same.ask_margin(session, asked[0], asked[1])
+            if session.facts(server).learns:
+                same.ask_margin(session, asked[1], asked[2])
 
 
 def _cache_items(recording, server):
     """(repeats, firsts): Items of the second with the third answer, and of the first with the second."""
     repeats, firsts = [], []
-    # NGRAM drafts from what it has answered, so that a prompt asked again accepts more.
-    learns = recording.facts[server].drafter == "NGRAM" if server in recording.facts else False
+    learns = server in recording.facts and recording.facts[server].learns
     for prompt in (*planned(recording, CACHE), *suite_of(recording).prompts("arithmetic")[:2]):
         first, second, third = (
             recording.one(CACHE, prompt.id, server, step) for step in ("first", "second", "third")
         )
         if first is None:
             continue
-        repeat = same.judge(recording, second, third, f"{prompt.id} again", outright=True)
+        repeat = same.judge(recording, second, third, f"{prompt.id} again", outright=not learns)
         if repeat.status == PASS and second.accept_length != third.accept_length and not learns:
             repeat = Item(
                 repeat.name, FAIL, f"accept length {second.accept_length:.3f}, then {third.accept_length:.3f}"

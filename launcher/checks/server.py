@@ -50,6 +50,11 @@ class Facts:
     drafter: str | None = None
     prefix_cache: bool | None = None
 
+    @property
+    def learns(self):
+        """Whether the drafter drafts from what it has answered, so that the same prompt drafts otherwise next time."""
+        return self.drafter == "NGRAM"
+
 
 class Server:
     """``name``: what the run calls it. ``url``: without a path. ``timeout_s``: of one answer."""

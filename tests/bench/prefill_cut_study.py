@@ -3,13 +3,15 @@
     python tests/bench/prefill_cut_study.py MODEL_DIR PROMPTS.json [--tokens 48] [--out FILE]
 
 Prefill reads its own chunk of a prompt in BF16 and everything before the chunk from the cache, packed. So
-the same prompt in one chunk, in two, or all but its last token from the prefix cache reads other values
-of K and V: that is quantization, not a fault. Here each prompt is read in those three ways on a CPU and
+the same prompt in one chunk, in two or four, or all but its last token from the prefix cache reads other values
+of K and V: that is quantization, not a fault. Here each prompt is read in those ways on a CPU and
 the same answer is fed after it; reported is by how much the log-probability margin of the two best tokens
 moves at each of the answer's steps. BF16 rounds nothing; what moves there is the order of sums.
 """
 
+import itertools
 import json
+from collections import defaultdict
 
 import torch
 from near_tie_study import FORMATS, begin, cache_of
@@ -34,16 +36,24 @@ def cut_cache(form):
     return CutCache()
 
 
-def margins(model, form, prompt, answer, cut):
-    """The margins before each token of ``answer``, with ``prompt`` read in chunks [0, cut) and [cut, end).
+def cuts(length):
+    """Where a prompt is cut, by the way it is read."""
+    return {
+        "two chunks": (length // 2,),
+        "four chunks": (length // 4, length // 2, 3 * length // 4),
+        "from the prefix cache": (length - 1,),
+    }
+
+
+def margins(model, form, prompt, answer, cuts=()):
+    """The margins before each token of ``answer``, with ``prompt`` read in chunks that end at ``cuts`` and its end.
 
     The last token alone is read as a decode step reads it, out of the cache.
     """
     cache = cut_cache(form)
-    for chunk in (prompt[:cut], prompt[cut:]):
-        if chunk:
-            cache.exact = len(chunk) > 1
-            out = model(torch.tensor([chunk]), past_key_values=cache, use_cache=True)
+    for first, end in itertools.pairwise((0, *cuts, len(prompt))):
+        cache.exact = end - first > 1
+        out = model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
     cache.exact = False
     rest = model(torch.tensor([answer[:-1]]), past_key_values=cache, use_cache=True)
     logits = torch.cat((out.logits[0, -1:], rest.logits[0])).float()
@@ -67,12 +77,11 @@ def main():
             out = model.generate(torch.tensor([prompt]), max_new_tokens=args.tokens, do_sample=False)
             answers.append(out[0, len(prompt) :].tolist())
         for form in FORMATS:
-            moves = {"two chunks": [], "from the prefix cache": []}
+            moves = defaultdict(list)
             for prompt, answer in zip(prompts, answers, strict=True):
-                whole = margins(model, form, prompt, answer, len(prompt))
-                cuts = (len(prompt) // 2, len(prompt) - 1)
-                for name, cut in zip(moves, cuts, strict=True):
-                    moves[name].append((margins(model, form, prompt, answer, cut) - whole).abs())
+                whole = margins(model, form, prompt, answer)
+                for name, places in cuts(len(prompt)).items():
+                    moves[name].append((margins(model, form, prompt, answer, places) - whole).abs())
             result["margin_moves"][form] = {name: quantiles(found) for name, found in moves.items()}
             print(form, result["margin_moves"][form], flush=True)
     if args.out:

@@ -43,7 +43,7 @@ build_dflash2(Path(sys.argv[1]), Path("models/pair/draft"), window=24)' "$out/df
     checks-sibling) phase checks-sibling "$py" -m tests.gpu.checks models/sibling/target "$out/checks-sibling" \
       --draft models/sibling/draft --context 131072 --pool 140000 --depths 8000,60000,110000 --skip soak ;;
     checks-smollm2) phase checks-smollm2 "$py" -m tests.gpu.checks "$MODEL" "$out/checks-smollm2" --suite chat \
-      --depths 512,1800 --context 2048 --draft NGRAM --floor 1 ;;
+      --depths 512,1800 --context 2048 --draft NGRAM --floor 1 --chunk 256 ;;
     hybrid) phase hybrid "$py" -m tests.gpu.hybrid "$out/h200_hybrid.json" --logs "$out/logs/hybrid" ;;
     hybrid-moe) phase hybrid-moe "$py" -m tests.gpu.hybrid "$out/h200_hybrid_moe.json" --moe --logs "$out/logs/hybrid-moe" ;;
     hybrid-tp2) phase hybrid-tp2 "$py" -m tests.gpu.hybrid "$out/h200x2_hybrid.json" --two-gpus --logs "$out/logs/hybrid-tp2" ;;

@@ -118,14 +118,14 @@ def test_a_server_that_is_no_undrafted_twin_is_not_compared(tmp_path, info, says
     assert (checks["drafted-equality"]["status"], checks["drafted-equality"]["summary"]) == ("not run", says)
 
 
-def nth(step):
+def nth(step, change=lambda text: text + " Indeed."):
     """Answers with another text at the given asking of a prompt under one salt."""
     counts = {}
 
     def answer(n, body, text):
         key = body["cache_salt"], question(body)
         counts[key] = counts.get(key, 0) + 1
-        return text + " Indeed." if counts[key] == step else text
+        return change(text) if counts[key] == step else text
 
     return answer
 
@@ -139,7 +139,8 @@ def test_a_cached_answer_must_repeat_outright_whatever_the_margin(tmp_path):
 @pytest.mark.parametrize(("margin", "failed"), [(0.2, False), (8.0, True)])
 def test_beside_ngram_a_cached_answer_may_part_at_a_near_tie(tmp_path, margin, failed):
     """Its verify steps begin elsewhere the second time."""
-    with FakeServer(answer=nth(2), margin=margin, info={"speculative_algorithm": "NGRAM"}) as target:
+    answer = nth(3, lambda text: "It was" + text[5:])
+    with FakeServer(answer=answer, margin=margin, info={"speculative_algorithm": "NGRAM"}) as target:
         checks = run(tmp_path, target, "prefix-cache")
     assert bool(failing(checks)) is failed
 

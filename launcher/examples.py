@@ -219,7 +219,6 @@ EXAMPLES = {
     "FP4-091": _MODEL | {
         "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
     },
-    "FP4-095": {"asked": f"{_TRITON} --enable-hierarchical-cache"},
     "FP4-096": {"asked": f"{_TRITON} --enable-hierarchical-cache --hicache-storage-backend file"},
     "FP4-097": {
         "asked": f"{_TRITON} --enable-hierarchical-cache --hicache-io-backend kernel for my-model",
@@ -241,9 +240,9 @@ EXAMPLES = {
         "pairs": "several ranks with the hierarchical cache",
     },
     "FP4-103": {
-        "asked": f"{_NVFP4} for my-model",
-        "parts": "windowed layers",
-        "tests": "tests/e2e/test_windows.py",
+        "asked": f"{_NVFP4} --speculative-algorithm DFLASH --speculative-draft-window-size 512 for my-draft",
+        "parts": "a draft window",
+        "tests": "tests/e2e/test_draft_serving.py",
     },
     "FP4-104": {
         "asked": f"{_TRITON} --speculative-algorithm EAGLE3 --speculative-adaptive", "flags": "--speculative-adaptive",

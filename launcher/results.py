@@ -1,8 +1,8 @@
 """Which files show that a launch works: results under tests/bench/results/, and tests of the real server on a CPU."""
 
 from launcher import rules_together as together
-from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS
 from launcher.launch import FP4
+from launcher.packed_weights import PLAIN, packed_weights
 from launcher.rules_attention import PROVEN_TP
 
 FOLDER = "tests/bench/results"
@@ -14,9 +14,6 @@ RESULTS = {
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
 BF16_ON_RANKS = ("h200x2_pair.json",)  # NVFP4's are in launcher/rules_together.py
-NVFP4_WEIGHTS_ON_A_CPU = "tests/e2e/test_nvfp4_weights.py"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a target that has some
-_PLAIN = (None, "unquant")  # values of flags that name a quantization
 _SIZES = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size", "nnodes")
 
 
@@ -27,7 +24,7 @@ def results_for(launch):
         return ()
     parts = together.parts(launch)
     if _quantized(launch):
-        return (NVFP4_WEIGHTS_ON_A_CPU,) if _ran_on_packed_weights(launch, parts) else ()
+        return packed_weights(launch)
     if launch.kv_dtype == "nvfp4" and parts:
         return together.results(launch)
     if launch.drafter not in (None, "DFLASH"):
@@ -53,18 +50,4 @@ def _quantized(launch):
     flags = launch.flags
     asked = (flags.quantization, flags.speculative_draft_model_quantization, flags.modelopt_quant)
     stored = any(facts is not None and facts.quantized for _, facts in launch.models)
-    return stored or any(value not in _PLAIN for value in asked)
-
-
-def _ran_on_packed_weights(launch, parts):
-    """Whether it is NVFP4 KV on ModelOpt's NVFP4 weights on a CPU, of linear layers: a dense target, with or without a
-    plain DFLASH draft, or a hybrid without a drafter."""
-    flags, target, draft = launch.flags, launch.target, launch.draft
-    if launch.kv_dtype != "nvfp4" or not launch.on_cpu or target is None or any(map(target.text.get, _EXPERTS)):
-        return False
-    if flags.quantization not in (None, "modelopt_fp4") or flags.modelopt_quant is not None:
-        return False
-    if flags.speculative_draft_model_quantization not in _PLAIN or (draft is not None and draft.quantized):
-        return False
-    ran = parts == [together.RECURRENT] and launch.drafter is None or not parts and launch.drafter in (None, "DFLASH")
-    return ran and NVFP4_WEIGHTS in target.checkpoint.weights and INPUT_SCALED not in target.checkpoint.weights
+    return stored or any(value not in PLAIN for value in asked)

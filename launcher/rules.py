@@ -104,7 +104,6 @@ RULES = {
     "FP4-081": Rule(drafter.ngram_tree_on_pages, FAILS, NVFP4),
     "FP4-090": Rule(drafter.acceptance_is_relaxed, UNTESTED, NVFP4),
     "FP4-091": Rule(models.windows_put_into_one_pool, UNTESTED, NVFP4),
-    "FP4-095": Rule(storage.hierarchical_cache_on_a_gpu, UNTESTED, NVFP4),
     "FP4-096": Rule(storage.hierarchical_cache_way, FAILS, NVFP4, server_refuses=True),
     "FP4-097": Rule(storage.hierarchical_cache_rows, FAILS, NVFP4, server_refuses=True),
     "FP4-098": Rule(storage.hierarchical_cache_companions, UNTESTED, NVFP4, server_refuses=True),

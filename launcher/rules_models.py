@@ -4,6 +4,7 @@ import reprlib
 
 from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD
 from launcher.model_kinds import GATED_DELTA, INDEXED, LOOPED, OTHER_HEADS, RECURRENT, SHARED
+from launcher.packed_weights import MARLIN, fp4_gemm, packed_weights
 from launcher.rules_attention import BLACKWELL
 from sglang_fp4kv.formats import BLOCK_SIZE
 from sglang_fp4kv.served import BACKEND
@@ -172,17 +173,8 @@ def safetensors_cannot_be_read(launch):
     return _model(launch, bool, problem=problem) if problem else None
 
 
-_MARLIN = "marlin"
 # SGLang's classes that load no more of a head than its weight (load_weights in srt/models/qwen3_5_text.py @ 0.5.23).
 _PLAIN_HEADS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-
-
-def _gemm(launch):
-    """What multiplies NVFP4 weights; None where SGLang chooses it by a GPU that is unknown."""
-    asked = launch.flags.fp4_gemm_runner_backend
-    if asked != "auto" or launch.gpu is None:
-        return asked if asked != "auto" else None
-    return _MARLIN if launch.gpu.capability < BLACKWELL[0] else asked
 
 
 def _holding(launch, *kinds):
@@ -194,8 +186,8 @@ def _holding(launch, *kinds):
 
 
 def nvfp4_weights_have_no_kernel(launch):
-    held, gemm, gpu = _holding(launch, NVFP4_WEIGHTS), _gemm(launch), launch.gpu
-    if held is None or gpu is None or gpu.capability >= BLACKWELL[0] or gemm == _MARLIN:
+    held, gemm, gpu = _holding(launch, NVFP4_WEIGHTS), fp4_gemm(launch), launch.gpu
+    if held is None or gpu is None or gpu.capability >= BLACKWELL[0] or gemm == MARLIN:
         return None
     asked = f"--fp4-gemm-backend {gemm} for {held['path']}"
     return held | {"asked": asked, "gemm": gemm, "gpu": gpu.sm}
@@ -203,12 +195,12 @@ def nvfp4_weights_have_no_kernel(launch):
 
 def scale_of_the_input_is_left_out(launch):
     held = _holding(launch, NVFP4_WEIGHTS, INPUT_SCALED)
-    if held is None or not (launch.on_cpu or _gemm(launch) == _MARLIN):
+    if held is None or not (launch.on_cpu or fp4_gemm(launch) == MARLIN):
         return None
     if launch.on_cpu:
         return held | {"where": "--device cpu"}
-    asked = launch.flags.fp4_gemm_runner_backend == _MARLIN
-    return held | {"where": f"--fp4-gemm-backend {_MARLIN}" if asked else launch.gpu.sm}
+    asked = launch.flags.fp4_gemm_runner_backend == MARLIN
+    return held | {"where": f"--fp4-gemm-backend {MARLIN}" if asked else launch.gpu.sm}
 
 
 def scale_of_the_head_is_dropped(launch):
@@ -218,4 +210,4 @@ def scale_of_the_head_is_dropped(launch):
 
 
 def nvfp4_weights_on_a_gpu(launch):
-    return _holding(launch, NVFP4_WEIGHTS) if not launch.on_cpu else None
+    return _holding(launch, NVFP4_WEIGHTS) if not launch.on_cpu and not packed_weights(launch) else None

@@ -26,11 +26,6 @@ def _carried(launch):
     return launch.flags.enable_hierarchical_cache and hierarchical_cache(launch) is None
 
 
-def hierarchical_cache_on_a_gpu(launch):
-    on_gpu = _carried(launch) and not launch.on_cpu
-    return _on(launch, "enable_hierarchical_cache") if on_gpu else None
-
-
 def hierarchical_cache_way(launch):
     if not _carried(launch):
         return None

@@ -11,7 +11,8 @@ from sglang_fp4kv.served import TREE_DRAFTERS
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
 RECURRENT, EXPERTS = "recurrent layers", "recurrent layers with experts"
 OTHER_RECURRENT, WINDOWS = "recurrent layers of another class", "windowed layers"
-DRAFT, DRAFTER = "a DFlash2 or windowed draft", "another drafter than DFLASH"
+DRAFT, DRAFT_WINDOW = "a DFlash2 or windowed draft", "a draft window"
+DRAFTER = "another drafter than DFLASH"
 # What shows a part: the real server on a CPU, and results of a GPU.
 ON_A_CPU = {
     RANKS: "tests/e2e/test_nvfp4_parallel.py",
@@ -20,11 +21,16 @@ ON_A_CPU = {
     EXPERTS: "tests/e2e/test_hybrid_moe.py",
     WINDOWS: "tests/e2e/test_windows.py",
     DRAFT: "tests/e2e/test_draft_serving.py",
+    DRAFT_WINDOW: "tests/e2e/test_draft_serving.py",
     DRAFTER: "tests/e2e/test_drafters.py",
 }
 ON_A_GPU = {
     RANKS: "tests/bench/results/h200x2_pair.json",
+    HOST_CACHE: "tests/bench/results/h200_host_cache.json",
     RECURRENT: "tests/bench/results/h200_hybrid.json",
+    EXPERTS: "tests/bench/results/h200_hybrid_moe.json",
+    WINDOWS: "tests/bench/results/h200_windows.json",
+    DRAFT: "tests/bench/results/h200_dflash2.json",
     DRAFTER: "tests/bench/results/h200_drafters.json",
 }
 # Parts that one real server has had at once, on a CPU: its undrafted and its drafted run.
@@ -64,8 +70,6 @@ def _changed_draft(launch):
     """Whether a DFLASH draft is more than the plain ones with full attention."""
     if launch.drafter != "DFLASH":
         return False
-    if launch.flags.speculative_draft_window_size is not None:
-        return True
     draft = launch.draft
     kinds = (draft.text.get("layer_types") if draft else None) or ()
     return "sliding_attention" in kinds or draft is not None and bool(draft.dflash.modules)
@@ -79,6 +83,7 @@ def parts(launch):
         **{kind: _class(launch) == kind for kind in _ANY_RECURRENT},
         WINDOWS: _windowed(launch),
         DRAFT: _changed_draft(launch),
+        DRAFT_WINDOW: launch.drafter == "DFLASH" and launch.flags.speculative_draft_window_size is not None,
         DRAFTER: _other_drafter(launch),
     }
     return [name for name, present in asked.items() if present and launch.on_triton]
@@ -111,16 +116,15 @@ def parts_tried_apart(launch):
 
 
 def shown_on_a_cpu_alone(launch):
-    """FP4-095 says the same of the hierarchical cache."""
     asked = parts(launch)
-    alone = [part for part in asked if part in ON_A_CPU and part not in ON_A_GPU and part != HOST_CACHE]
+    alone = [part for part in asked if part in ON_A_CPU and part not in ON_A_GPU]
     found = {part: ON_A_CPU[part] for part in alone}
     if together := _tried_together(asked):
         found[" with ".join(together)] = TOGETHER_ON_A_CPU[together]
     if not found or launch.on_cpu:
         return None
     names = ("kv_cache_dtype", "speculative_algorithm", "speculative_draft_window_size")
-    of = [launch.draft if part == DRAFT else launch.target for part in asked]
+    of = [launch.draft if part in (DRAFT, DRAFT_WINDOW) else launch.target for part in asked]
     paths = " and ".join(dict.fromkeys(facts.path for facts in of if facts is not None))
     return {
         "asked": launch.asked(*names) + (f" for {paths}" if paths else ""),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, judge, results
+from launcher import cli, judge, packed_weights, results
 from launcher import rules_together as together
 from launcher.flags import UsageError
 from launcher.probe import Failed, Machine
@@ -151,17 +151,9 @@ def test_windows_and_slow_writes_of_a_draft_are_shown(tmp_path):
     assert shown["drafter writes"].why == "a CPU has no fused kernel"
 
 
-BEYOND = [
-    (together.DRAFT, [*DFLASH], {"draft": windowed()}),
-    (together.DRAFT, [*DFLASH, "--speculative-draft-window-size", "512"], {}),
-    (together.DRAFT, [*DFLASH], {"draft": {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}}),
-    (together.WINDOWS, [*DFLASH], {"target": WINDOWED}),
-]
-
-
-@pytest.mark.parametrize(("part", "flags", "folders"), BEYOND)
-def test_what_a_cpu_alone_has_shown_names_its_test_there(tmp_path, part, flags, folders):
+def test_what_a_cpu_alone_has_shown_names_its_test_there(tmp_path):
     """On a GPU it is untested, allowed or not."""
+    part, flags, folders = together.DRAFT_WINDOW, [*DFLASH, "--speculative-draft-window-size", "512"], {}
     assert (ROOT / together.ON_A_CPU[part]).is_file()
     shown = decide(tmp_path, [*NVFP4, *flags, "--device", "cpu"], **folders)
     assert (shown.status, shown.results) == ("works", (together.ON_A_CPU[part],))
@@ -182,8 +174,14 @@ def test_tokens_beside_recurrent_states_are_a_bound(tmp_path):
 
 ON_GPUS = [
     (together.RECURRENT, [*DFLASH], {"target": HYBRID}),
+    (together.RECURRENT, [], {"target": HYBRID}),
+    (together.EXPERTS, [*DFLASH], {"target": {**HYBRID, "model_type": "qwen3_5_moe_text"}}),
     (together.RANKS, ["--tp-size", "2"], {}),
+    (together.DRAFT, [*DFLASH], {"draft": windowed()}),
+    (together.DRAFT, [*DFLASH], {"draft": {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}}),
     (together.DRAFTER, ["--speculative-algorithm", "NGRAM"], {}),
+    (together.WINDOWS, [*DFLASH], {"target": WINDOWED}),
+    (together.HOST_CACHE, [*DFLASH, "--enable-hierarchical-cache", "--hicache-io-backend", "direct"], {}),
 ]
 
 
@@ -194,11 +192,9 @@ def test_what_a_gpu_has_shown_names_its_result_there(tmp_path, part, flags, fold
         assert (found.status, found.results) == ("works", (shown[part],)) and (ROOT / shown[part]).is_file()
 
 
-def test_the_host_cache_has_a_test_on_a_cpu_alone(tmp_path):
-    flags = [*NVFP4, "--enable-hierarchical-cache", "--hicache-io-backend", "direct"]
-    assert decide(tmp_path, [*flags, "--device", "cpu"]).results == (together.ON_A_CPU[together.HOST_CACHE],)
-    assert ids(decide(tmp_path, flags)) == ["FP4-095"]
-    assert all(name.startswith(results.FOLDER) for name in decide(tmp_path, [*NVFP4, *DFLASH]).results)
+def test_no_test_of_a_cpu_is_named_on_a_gpu():
+    assert all(name.startswith(results.FOLDER) for name in together.ON_A_GPU.values())
+    assert packed_weights.ON_A_GPU.startswith(results.FOLDER)
 
 
 BF16 = ["--kv-cache-dtype", "bf16", "--attention-backend", "triton"]
@@ -255,10 +251,31 @@ def test_weights_that_are_said_to_be_plain_keep_their_results(tmp_path, kv):
 )
 def test_nvfp4_weights_on_a_cpu_name_their_test_where_it_ran(tmp_path, flags, folders, shown):
     found = decide(tmp_path, [*NVFP4, "--device", "cpu", *flags], tensors=PACKED, **folders)
-    assert found.accepted and found.results == ((results.NVFP4_WEIGHTS_ON_A_CPU,) if shown else ())
+    assert found.accepted and found.results == ((packed_weights.ON_A_CPU,) if shown else ())
     assert found.status == ("works" if shown else "untested")
-    on_gpu = decide(tmp_path, [*NVFP4, *flags], tensors=PACKED, allow=["FP4-113"], **folders)
-    assert on_gpu.results == () and on_gpu.status == "untested"
+    if folders.get("target") != HYBRID:
+        on_gpu = decide(tmp_path, [*NVFP4, *flags], tensors=PACKED, allow=["FP4-113"], **folders)
+        assert (on_gpu.results, on_gpu.status, [r.id for r in on_gpu.allowed]) == ((), "untested", ["FP4-113"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "folders", "shown"),
+    [
+        ([], {}, True),
+        (DFLASH, {}, True),
+        (["--fp4-gemm-backend", "marlin"], {}, True),
+        ([*DFLASH, "--quantization", "modelopt_fp4"], {}, True),
+        (DFLASH, {"draft_tensors": PACKED}, False),
+        (DFLASH, {"draft": windowed()}, False),
+        (["--tp-size", "2"], {}, False),
+        ([], {"on": machine("sm_121")}, False),
+        (["--fp4-gemm-backend", "flashinfer_cutlass"], {"on": machine(NO_GPU)}, False),
+    ],
+)
+def test_nvfp4_weights_of_a_hybrid_name_their_result_on_a_gpu(tmp_path, flags, folders, shown):
+    found = decide(tmp_path, [*NVFP4, *flags], tensors=PACKED, target=HYBRID, **folders)
+    assert found.results == ((packed_weights.ON_A_GPU,) if shown else ())
+    assert ("FP4-113" in ids(found)) is not shown and found.accepted is shown
 
 
 def test_nvfp4_weights_for_a_scaled_input_name_no_test(tmp_path):
@@ -357,7 +374,7 @@ def test_what_dflash_sets_to_one_is_shown(tmp_path):
 def test_every_result_is_on_file():
     for names in (*results.RESULTS.values(), results.BF16_ON_RANKS):
         assert names and all((ROOT / results.FOLDER / name).is_file() for name in names)
-    assert (ROOT / results.NVFP4_WEIGHTS_ON_A_CPU).is_file()
+    assert all((ROOT / name).is_file() for name in (packed_weights.ON_A_CPU, packed_weights.ON_A_GPU))
 
 
 def test_every_result_file_that_a_rule_cites_is_there():

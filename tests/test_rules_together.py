@@ -18,10 +18,12 @@ PARTS = {
     together.OTHER_RECURRENT: {"target": {**HYBRID, "model_type": "qwen3_next"}},
     together.WINDOWS: {"target": WINDOWED},
     together.DRAFT: {"flags": DFLASH, "draft": dflash2()},
+    together.DRAFT_WINDOW: {"flags": [*DFLASH, "--speculative-draft-window-size", "512"]},
     together.DRAFTER: {"flags": ["--speculative-algorithm", "EAGLE3"]},
 }
 RECURRENT = (together.RECURRENT, together.EXPERTS, together.OTHER_RECURRENT)
-ONE_OF_A_KIND = (*combinations((*RECURRENT, together.WINDOWS), 2), (together.DRAFT, together.DRAFTER))
+ONE_OF_A_KIND = (*combinations((*RECURRENT, together.WINDOWS), 2), (together.DRAFT, together.DRAFTER),
+                 (together.DRAFT_WINDOW, together.DRAFTER))  # fmt: skip
 PAIRS = [pair for pair in combinations(PARTS, 2) if pair not in ONE_OF_A_KIND]
 OWN_RULES = {(together.HOST_CACHE, together.DRAFTER): "FP4-098", (together.WINDOWS, together.DRAFTER): "FP4-101"}
 OWN_RULES |= {(together.HOST_CACHE, kind): "FP4-098" for kind in RECURRENT}
@@ -85,8 +87,8 @@ def test_what_ran_together_on_a_cpu_is_told_on_a_gpu(tmp_path):
     assert only.id == "FP4-103" and "with several ranks with recurrent layers, and" in only.says
     (only,) = judge(launch(tmp_path, [*flags, *DFLASH], target=HYBRID, draft=dflash2()))
     assert only.id == "FP4-103"
-    assert "and several ranks with recurrent layers with a DFlash2 or windowed draft, and no result" in only.says
-    assert only.evidence == "tests/e2e/test_draft_serving.py and tests/e2e/test_two_sparks.py"
+    assert "for with several ranks with recurrent layers with a DFlash2 or windowed draft, and no result" in only.says
+    assert only.evidence == "tests/e2e/test_two_sparks.py"
     for names in ((together.RANKS, together.RECURRENT), (together.RANKS, together.RECURRENT, together.DRAFT)):
         assert together.results(asked(tmp_path, names)) == ("tests/e2e/test_two_sparks.py",)
     assert together.results(launch(tmp_path, flags, target=HYBRID)) == ()
@@ -104,11 +106,16 @@ def test_a_run_of_three_parts_grants_no_two_of_them(tmp_path):
     assert only.id == "FP4-102" and only.says.endswith("; ".join(map(" with ".join, combinations(three, 2))))
 
 
+def test_a_draft_window_has_run_on_a_cpu_alone(tmp_path):
+    asked_for = PARTS[together.DRAFT_WINDOW]["flags"]
+    (only,) = judge(launch(tmp_path, [*NVFP4, *asked_for]))
+    assert only.id == "FP4-103" and only.evidence == "tests/e2e/test_draft_serving.py"
+    assert "asked for with a draft window, and" in only.says and "--speculative-draft-window-size 512" in only.asked
+
+
 @pytest.mark.parametrize("flags", [[], DFLASH])
-def test_experts_have_run_on_a_cpu_alone(tmp_path, flags):
-    target = PARTS[together.EXPERTS]["target"]
-    (only,) = judge(launch(tmp_path, [*NVFP4, *flags], target=target))
-    assert only.id == "FP4-103" and only.evidence == "tests/e2e/test_hybrid_moe.py"
-    assert "asked for with recurrent layers with experts, and" in only.says
-    (only,) = judge(launch(tmp_path, [*NVFP4, "--enable-hierarchical-cache", *flags], target=target))[1:2]
-    assert only.id == "FP4-098"
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_the_host_cache_of_recurrent_layers_is_refused_on_a_gpu(tmp_path, flags, kind):
+    asked_for = [*NVFP4, "--enable-hierarchical-cache", *flags]
+    told, *others = judge(launch(tmp_path, asked_for, target=PARTS[kind]["target"]))
+    assert told.id == "FP4-098" and [r.id for r in others] == unknown_class([kind])

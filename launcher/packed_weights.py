@@ -1,0 +1,46 @@
+"""What multiplies NVFP4 weights, and which files show them beside NVFP4 KV."""
+
+from launcher import rules_together as together
+from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS
+from launcher.rules_attention import BLACKWELL
+
+MARLIN = "marlin"
+ON_A_CPU, ON_A_GPU = "tests/e2e/test_nvfp4_weights.py", "tests/bench/results/h200_weights.json"
+PLAIN = (None, "unquant")  # values of flags that name a quantization
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a target that has some
+
+
+def fp4_gemm(launch):
+    """The value of --fp4-gemm-backend that ``launch`` comes to; None where SGLang chooses by a GPU that is unknown."""
+    asked = launch.flags.fp4_gemm_runner_backend
+    if asked != "auto" or launch.gpu is None:
+        return asked if asked != "auto" else None
+    return MARLIN if launch.gpu.capability < BLACKWELL[0] else asked
+
+
+def packed_weights(launch):
+    """Paths of what shows NVFP4 KV on ModelOpt's NVFP4 weights of linear layers, as ``launch`` has them.
+
+    On a CPU a dense target, with or without a plain DFLASH draft, or a hybrid without a drafter; by Marlin on a GPU a
+    hybrid, with or without a plain draft.
+    """
+    parts, drafted = together.parts(launch), launch.drafter is not None
+    if not _packed_linears(launch) or launch.drafter not in (None, "DFLASH"):
+        return ()
+    if launch.on_cpu:
+        ran = parts == [together.RECURRENT] and not drafted or not parts
+        return (ON_A_CPU,) if ran else ()
+    marlin = fp4_gemm(launch) in (None, MARLIN)
+    return (ON_A_GPU,) if marlin and parts == [together.RECURRENT] else ()
+
+
+def _packed_linears(launch):
+    """Whether it is NVFP4 KV and a target without experts whose NVFP4 weights are the launch's only quantized ones."""
+    flags, target, draft = launch.flags, launch.target, launch.draft
+    if launch.kv_dtype != "nvfp4" or target is None or any(map(target.text.get, _EXPERTS)):
+        return False
+    if flags.quantization not in (None, "modelopt_fp4") or flags.modelopt_quant is not None:
+        return False
+    if flags.speculative_draft_model_quantization not in PLAIN or (draft is not None and draft.quantized):
+        return False
+    return NVFP4_WEIGHTS in target.checkpoint.weights and INPUT_SCALED not in target.checkpoint.weights

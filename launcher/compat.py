@@ -1,8 +1,9 @@
-"""The README's compatibility table, as the judge decides.
+"""The README's compatibility tables, as the judge decides.
 
 usage: python -m launcher.compat [--check]     rewrite the block, or exit 1 when it is stale
 
-Each cell is the judge's verdict on the shipped pair, launched like that on one patched GPU.
+Each cell of the first two is the judge's verdict on the shipped pair, launched like that on one patched GPU; the third is
+launcher.compat_features'.
 """
 
 import sys
@@ -10,11 +11,11 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+from launcher import compat_features
+from launcher.compat_features import PATCHED, cell
 from launcher.judge import judge
-from launcher.patchset import PatchState
 from launcher.probe import Machine, parse_gpu
 from launcher.readme_block import fill, markdown, parser, update
-from launcher.rules import FAILS, RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = ROOT / "models" / "pair"
@@ -27,7 +28,6 @@ BY_GPU = (
     ("triton", None), ("triton", "DFLASH"), ("flashinfer", None), ("flashinfer", "DFLASH"),
     ("trtllm_mha", "DFLASH"),
 )  # fmt: skip
-PATCHED = PatchState("applied", ROOT, "0.5.23", "0.5.23", {})
 
 
 @cache
@@ -41,32 +41,25 @@ def verdict(kv, drafter, backend, gpu):
     return judge(argv, machine=Machine(parse_gpu(gpu), PATCHED))
 
 
-def _cell(*combination):
-    """The status and the ids of the rules that decide it."""
-    found = verdict(*combination)
-    ids = [r.id for r in found.refusals if found.status != FAILS or RULES[r.id].status == FAILS]
-    return " ".join([found.status, ", ".join(ids)]).strip()
-
-
 def block():
-    """The block's text: backends by KV dtype and drafter on one GPU, then NVFP4 by GPU."""
+    """The block's text: backends by KV dtype and drafter on one GPU, then NVFP4 by GPU, then by model and feature."""
     rows = []
     for kv in KV_DTYPES:
         cells = [
-            (drafter or "none", [_cell(kv, drafter, backend, MEASURED_ON) for backend in BACKENDS])
+            (drafter or "none", [cell(verdict(kv, drafter, backend, MEASURED_ON)) for backend in BACKENDS])
             for drafter in DRAFTERS
         ]
         for shown, same in groupby(cells, key=lambda row: row[1]):
             rows.append([kv, ", ".join(drafter for drafter, _ in same), *shown])
     lines = markdown(["KV dtype", f"drafter, on {MEASURED_ON}", *BACKENDS], rows)
     header = ["nvfp4, on", *(f"{backend}, {drafter or 'no drafter'}" for backend, drafter in BY_GPU)]
-    by_gpu = [[gpu, *(_cell("nvfp4", drafter, backend, gpu) for backend, drafter in BY_GPU)] for gpu in GPUS]
-    return "\n".join([*lines, "", *markdown(header, by_gpu)])
+    by_gpu = [[gpu, *(cell(verdict("nvfp4", drafter, backend, gpu)) for backend, drafter in BY_GPU)] for gpu in GPUS]
+    return "\n".join([*lines, "", *markdown(header, by_gpu), "", *compat_features.table()])
 
 
 def main(argv=None):
     args = parser(__doc__.splitlines()[0], prog="python -m launcher.compat").parse_args(argv)
-    stale = "the README's table is stale: run python -m launcher.compat"
+    stale = "the README's tables are stale: run python -m launcher.compat"
     return update("compat", args, lambda readme: fill(readme, "compat", block()), stale)
 
 

@@ -13,6 +13,8 @@ RESULTS = {
     ("bf16", False): ("h200_pair.json", "h200_smollm2.json"),
     ("bf16", True): ("h200_pair.json", "h200_smollm2.json"),
 }
+# The same on the embedded platform, by KV.
+ON_A_CPU = {"nvfp4": "tests/e2e/test_nvfp4_serving.py", "bf16": "tests/e2e/test_embedded_hf_equality.py"}
 BF16_ON_RANKS = ("h200x2_pair.json",)  # NVFP4's are in launcher/rules_together.py
 _SIZES = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size", "nnodes")
 
@@ -33,6 +35,8 @@ def results_for(launch):
     names = RESULTS.get((dtype, launch.drafter is not None), ())
     if parts or _spread(launch):
         names = BF16_ON_RANKS if dtype == "bf16" and _on_proven_ranks(launch, parts) else ()
+    if names and launch.on_cpu:
+        return (ON_A_CPU[dtype],)
     return tuple(f"{FOLDER}/{name}" for name in names)
 
 

@@ -6,6 +6,7 @@ They are about this kit's readers, so about Triton; FP4-010 and its neighbours j
 from itertools import combinations
 
 from launcher.model_kinds import base_type
+from launcher.rules_attention import PROVEN_TP
 from sglang_fp4kv.served import TREE_DRAFTERS
 
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
@@ -35,7 +36,9 @@ ON_A_GPU = {
 }
 # Parts that one real server has had at once, on a CPU: its undrafted and its drafted run.
 _SPARKS = "tests/e2e/test_two_sparks.py"
-TOGETHER_ON_A_CPU = {(RANKS, RECURRENT): _SPARKS, (RANKS, RECURRENT, DRAFT): _SPARKS}
+TOGETHER_ON_A_CPU = {
+    (RECURRENT, DRAFT): ON_A_CPU[RECURRENT], (RANKS, RECURRENT): _SPARKS, (RANKS, RECURRENT, DRAFT): _SPARKS,
+}  # fmt: skip
 # Model types (without _text) by the class of their recurrent layers; OTHER_RECURRENT is FP4-115's.
 _CLASSES = {"qwen3_5": RECURRENT, "qwen3_5_moe": EXPERTS}
 _ANY_RECURRENT = (RECURRENT, EXPERTS, OTHER_RECURRENT)
@@ -92,6 +95,8 @@ def parts(launch):
 def results(launch):
     """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
     asked = tuple(parts(launch))
+    if RANKS in asked and launch.flags.tp_size not in PROVEN_TP:
+        return ()
     if len(asked) == 1:
         shown = (ON_A_CPU if launch.on_cpu else ON_A_GPU).get(asked[0])
     else:

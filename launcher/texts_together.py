@@ -22,7 +22,7 @@ TEXTS = {
     "FP4-102": Text(
         name="parts-tried-one-at-a-time",
         says="what is asked for was tried one part at a time, and not {pairs}",
-        why="the runs on file have one of several ranks, the hierarchical cache, recurrent or windowed layers, a DFlash2 or windowed draft, a draft window, and another drafter than DFLASH, or recurrent layers on several ranks, alone and with such a draft; what two others of them do to each other has no result on file. It would take a run of the pair whose answers are compared with those without it",
+        why="the runs on file have one of several ranks, the hierarchical cache, recurrent or windowed layers, a DFlash2 or windowed draft, a draft window, and another drafter than DFLASH, or recurrent layers with a DFlash2 or windowed draft, on one rank and on several, where they have run without it too; what two others of them do to each other has no result on file. It would take a run of the pair whose answers are compared with those without it",
         evidence="tests/e2e/test_nvfp4_parallel.py, tests/e2e/test_hierarchical_cache.py, tests/e2e/test_hybrid_serving.py, tests/e2e/test_hybrid_moe.py, tests/e2e/test_windows.py, tests/e2e/test_draft_serving.py, tests/e2e/test_drafters.py and tests/e2e/test_two_sparks.py",
         help="leave one of them out, or --allow FP4-102",
     ),

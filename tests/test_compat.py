@@ -1,4 +1,4 @@
-"""The README's compatibility table: it is the judge's, and its `works` are on file."""
+"""The README's compatibility tables: they are the judge's, and their `works` are on file."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import compat_features
 from launcher.compat import BACKENDS, DRAFTERS, KV_DTYPES, MEASURED_ON, block, main, verdict
 from launcher.readme_block import README
 from launcher.rules import RULES
@@ -29,7 +30,7 @@ def test_a_stale_table_is_found_and_rewritten(tmp_path, capsys):
     assert stale != text
     copy.write_text(stale)
     assert main(["--check", "--readme", str(copy)]) == 1
-    assert capsys.readouterr().err == "compat: the README's table is stale: run python -m launcher.compat\n"
+    assert capsys.readouterr().err == "compat: the README's tables are stale: run python -m launcher.compat\n"
     assert copy.read_text() == stale
     assert main(["--readme", str(copy)]) == 0
     assert copy.read_text() == text
@@ -72,3 +73,18 @@ def test_what_works_has_a_run_on_file_that_did():
 def test_every_refusal_in_the_table_is_a_launch_rule():
     ids = {word.strip(",") for word in block().split() if word.startswith("FP4-")}
     assert ids and ids <= set(RULES)
+
+
+@pytest.mark.parametrize("row", compat_features.ROWS, ids=lambda row: row.name)
+def test_a_feature_works_where_a_run_is_on_file(row):
+    on_cpu, *on_gpus = (compat_features.verdict(row, place) for place in compat_features.PLACES)
+    assert all(name.startswith("tests/e2e/") for name in on_cpu.results)
+    for found in (on_cpu, *on_gpus):
+        assert bool(found.results) == (found.status == "works") and all((ROOT / name).is_file() for name in found.results)
+    for found in on_gpus:
+        runs = [json.loads((ROOT / name).read_text()) for name in found.results]
+        assert all(run["gpu"] == "NVIDIA H200" and not run.get("failed") and not run.get("broken") for run in runs)
+
+
+def test_no_feature_is_said_to_work_on_blackwell():
+    assert {compat_features.verdict(row, "sm_121").status for row in compat_features.ROWS} == {"untested", "fails"}

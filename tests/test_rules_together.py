@@ -91,16 +91,21 @@ def test_what_ran_together_on_a_cpu_is_told_on_a_gpu(tmp_path):
     assert only.evidence == "tests/e2e/test_two_sparks.py"
     for names in ((together.RANKS, together.RECURRENT), (together.RANKS, together.RECURRENT, together.DRAFT)):
         assert together.results(asked(tmp_path, names)) == ("tests/e2e/test_two_sparks.py",)
+        assert together.results(asked(tmp_path, names, "--tp-size", "4")) == ()
+    (only,) = judge(launch(tmp_path, [*NVFP4, *DFLASH], target=HYBRID, draft=dflash2()))
+    assert only.id == "FP4-103" and only.evidence == "tests/e2e/test_hybrid_serving.py"
+    pair = asked(tmp_path, (together.RECURRENT, together.DRAFT))
+    assert together.results(pair) == ("tests/e2e/test_hybrid_serving.py",)
     assert together.results(launch(tmp_path, flags, target=HYBRID)) == ()
     assert together.results(asked(tmp_path, (together.RANKS, together.HOST_CACHE))) == ()
 
 
 def test_a_run_of_three_parts_grants_no_two_of_them(tmp_path):
-    """But ranks and recurrent layers, which that file's undrafted server has."""
-    for pair in ((together.RANKS, together.DRAFT), (together.RECURRENT, together.DRAFT)):
-        assert pair not in together.TOGETHER_ON_A_CPU
-        (only,) = judge(asked(tmp_path, pair))
-        assert only.id == "FP4-102" and only.says.endswith(" with ".join(pair))
+    """But those that have run by themselves."""
+    pair = (together.RANKS, together.DRAFT)
+    assert pair not in together.TOGETHER_ON_A_CPU
+    (only,) = judge(asked(tmp_path, pair))
+    assert only.id == "FP4-102" and only.says.endswith(" with ".join(pair))
     three = (together.RANKS, together.EXPERTS, together.DRAFT)
     (only,) = judge(asked(tmp_path, three))
     assert only.id == "FP4-102" and only.says.endswith("; ".join(map(" with ".join, combinations(three, 2))))

@@ -2,7 +2,8 @@
 
 Random weights put near-ties everywhere, so that a wrong state or a wrong row of the pool changes tokens. Prompts
 that the oracle knows are accepted in part, up to every fifth token; all others are drafted by the random draft,
-nearly always wrongly. So states are rolled back by every number of tokens.
+nearly always wrongly. So states are rolled back by every number of tokens. A plain draft does so, and a DFlash2 draft with
+windows.
 """
 
 import json
@@ -18,7 +19,7 @@ from launcher.plan_rows import Budget, make_plan
 from sglang_fp4kv import formats
 from tests.e2e.server import embedded_server, empty_cache, plugin_path
 from tests.e2e.test_nvfp4_memory import ask_together, tokens_of, used_tokens
-from tests.e2e.tiny_models import INTERVAL, build_draft, build_hybrid
+from tests.e2e.tiny_models import INTERVAL, build_dflash2, build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e
 
@@ -29,6 +30,7 @@ FLAGS = (
     "--chunked-prefill-size", str(CHUNK),
 )  # fmt: skip
 NEW_TOKENS = 12
+WINDOW = 24
 
 
 def prompt(seed, length):
@@ -108,17 +110,37 @@ def misled(tokens):
 
 
 @pytest.fixture(scope="module")
-def drafted(scratch, models, undrafted):
-    oracle = scratch / "oracle.json"
+def oracle(scratch, undrafted):
+    file = scratch / "oracle.json"
     known = [{"prompt": ALONE[name], "output": misled(tokens)} for name, tokens in undrafted.alone.items()]
     known.append({"prompt": CACHED, "output": misled(undrafted.repeated[-1])})
-    oracle.write_text(json.dumps(known))
-    flags = drafter(models[1])
-    with serve(models[0], scratch / "drafted.log", *flags, FP4KV_ORACLE=str(oracle)) as server:
+    file.write_text(json.dumps(known))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def plain(scratch, models, oracle):
+    with serve(models[0], scratch / "drafted.log", *drafter(models[1]), FP4KV_ORACLE=oracle) as server:
         return examine(server.url)
 
 
-@pytest.fixture(params=["undrafted", "drafted"])
+@pytest.fixture(scope="module")
+def dflash2_draft(scratch, models):
+    return build_dflash2(scratch / "dflash2", models[1], WINDOW)
+
+
+@pytest.fixture(scope="module")
+def dflash2(scratch, models, dflash2_draft, oracle):
+    with serve(models[0], scratch / "dflash2.log", *drafter(dflash2_draft), FP4KV_ORACLE=oracle) as server:
+        return examine(server.url)
+
+
+@pytest.fixture(params=["plain", "dflash2"])
+def drafted(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["undrafted", "plain", "dflash2"])
 def either(request):
     return request.getfixturevalue(request.param)
 
@@ -176,7 +198,10 @@ def check_pools(report, target, draft):
     assert (states["layers"], states["dtype"], states["snapshot_tokens"]) == (recurrent, "float32", CHUNK)
 
 
-@pytest.mark.parametrize("side", ["undrafted", "drafted"])
-def test_pools_and_states_are_as_planned_to_the_token(request, models, side):
-    target, draft = models
-    check_pools(request.getfixturevalue(side).report, target, draft if side == "drafted" else None)
+@pytest.mark.parametrize("side", ["undrafted", "plain", "dflash2"])
+def test_pools_and_states_are_as_planned_to_the_token(request, models, dflash2_draft, side):
+    draft = {"undrafted": None, "plain": models[1], "dflash2": dflash2_draft}[side]
+    report = request.getfixturevalue(side).report
+    check_pools(report, models[0], draft)
+    if side == "dflash2":
+        assert report["draft"]["modules"] == ["grouped convolution", "candidate selector"]

@@ -197,7 +197,7 @@ class Run:
     def go_held(self, name):
         """What `fp4kv serve` says until the server ``name`` serves or has ended, and what is wrong with that."""
         case, port, log = self.case(name), free_port(), self.logs / "fp4kv-serve.log"
-        argv = [sys.executable, "-m", "launcher.cli", "serve", "--allow", "FP4-103", "--", "--model-path", str(case.target)]
+        argv = [sys.executable, "-m", "launcher.cli", "serve", "--", "--model-path", str(case.target)]
         argv += [*case.flags, "--port", str(port)]
         wrong = []
         with ServerProcess(argv, self.environment(), log, port) as server:

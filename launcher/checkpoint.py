@@ -19,15 +19,18 @@ _MODULES = {
     SELECTOR: re.compile(r"(?:model\.)?candidate_selector\."),
 }
 # Of weights as ModelOpt packs them: NVFP4 by its second scale, AWQ's by the scale of the input, a packed head. Fused
-# experts have an underscore before it. QUANTIZED: by anybody, as far as names of tensors tell.
+# experts have an underscore before it. QUANTIZED: by anybody, as far as names of tensors tell. OTHERWISE: not as NVFP4,
+# which is also said of a first scale without a second.
 NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD = "NVFP4 weights", "weights for a scaled input", "a packed head"
-QUANTIZED = "quantized weights"
+QUANTIZED, OTHERWISE = "quantized weights", "weights quantized otherwise"
 _WEIGHTS = {
     NVFP4_WEIGHTS: re.compile(r"[._]weight_scale_2$"),
     INPUT_SCALED: re.compile(r"[._]pre_quant_scale$"),
     PACKED_HEAD: re.compile(r"^lm_head\.weight_scale$"),
     QUANTIZED: re.compile(r"[._](?:weight_scale(?:_inv|_2)?|weight_packed|qweight)$"),
+    OTHERWISE: re.compile(r"[._](?:weight_scale_inv|weight_packed|qweight)$"),
 }
+_SCALE = re.compile(r"(.*[._]weight_scale)(_2)?$")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Checkpoint:
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
     the least. ``kv_scales``: layer id -> {"k": values, "v": values} of the target's own layers, a value None
     where it is not one plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``weights``:
-    which of NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD and QUANTIZED it holds. ``problem``: why the files could not
+    which of NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD, QUANTIZED and OTHERWISE it holds. ``problem``: why the files could not
     be read, None where they could.
     """
 
@@ -73,7 +76,7 @@ def _files(folder):
     return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
 
 
-def _read(file, scales, modules, weights):
+def _read(file, scales, modules, weights, pairs):
     loaded = 0
     with open(file, "rb") as stream:
         header, begin = read_header(stream)
@@ -82,6 +85,8 @@ def _read(file, scales, modules, weights):
             loaded += (last - first) // (2 if entry["dtype"] == "F32" else 1)
             modules.update(module for module, pattern in _MODULES.items() if pattern.search(name))
             weights.update(kind for kind, pattern in _WEIGHTS.items() if pattern.search(name))
+            if scale := _SCALE.fullmatch(name):
+                pairs.setdefault(scale[1], set()).add(scale[2])
         for layer, side, value in scales_in(stream, header, begin):
             scales.setdefault(layer, {}).setdefault(side, []).append(value)
     return loaded
@@ -91,10 +96,12 @@ def read_checkpoint(folder):
     """The Checkpoint in ``folder``; empty where it holds no safetensors, with the problem where they
     cannot be read."""
     try:
-        files, scales, modules, weights = _files(Path(folder)), {}, set(), set()
+        files, scales, modules, weights, pairs = _files(Path(folder)), {}, set(), set(), {}
         if not files:
             return Checkpoint()
-        loaded = sum(_read(file, scales, modules, weights) for file in files)
+        loaded = sum(_read(file, scales, modules, weights, pairs) for file in files)
+        if any("_2" not in found for found in pairs.values()):
+            weights.add(OTHERWISE)
         return Checkpoint(loaded, scales, frozenset(modules), frozenset(weights))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         return Checkpoint(problem=f"{folder}: its safetensors cannot be read ({error})")

@@ -39,7 +39,7 @@ _DFLASH2 = {
     },
 }  # fmt: skip
 _PACKED = "model.layers.0.mlp.up_proj.weight_scale_2"
-_DIRECT = ("--hicache-io-backend", "direct")  # the way that a CPU has, too
+_HICACHE = ("--enable-hierarchical-cache", "--hicache-io-backend", "direct")  # the way that a CPU has, too
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,14 @@ ROWS = (
     Row("gated-delta hybrid with experts (Qwen3.5-MoE), DFLASH", _HYBRID | {"model_type": "qwen3_5_moe_text"}, {}),
     Row("Qwen3-Next", _HYBRID | {"model_type": "qwen3_next"}),
     Row("windowed layers in one pool (Gemma 3), DFLASH", _GEMMA3, {}),
+    Row("windowed layers in one pool, another class (Mistral)", _WINDOWED | {"architectures": ["MistralForCausalLM"]}),
     Row("attention sinks and a window pool (gpt-oss)", _GPT_OSS),
     Row("MLA (DeepSeek)", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}),
     Row("NVFP4 weights, full attention, DFLASH", {}, {}, packed=True),
     Row("NVFP4 weights, gated-delta hybrid, DFLASH", _HYBRID, {}, packed=True),
-    Row("hierarchical cache, DFLASH", {}, {}, ("--enable-hierarchical-cache", *_DIRECT)),
-    Row("hierarchical cache, gated-delta hybrid", _HYBRID, flags=("--enable-hierarchical-cache", *_DIRECT)),
+    Row("hierarchical cache as SGLang sets it, DFLASH", {}, {}, _HICACHE),
+    Row("hierarchical cache, pages of 64, write_back, DFLASH", {}, {}, (*_HICACHE, "--page-size", "64", "--hicache-write-policy", "write_back")),
+    Row("hierarchical cache, gated-delta hybrid", _HYBRID, flags=_HICACHE),
     Row("two ranks, DFLASH", {}, {}, ("--tp-size", "2")),
     Row("four ranks, DFLASH", {}, {}, ("--tp-size", "4")),
     Row("two ranks, gated-delta hybrid, a DFlash2 draft", _HYBRID, _DFLASH2, ("--tp-size", "2")),

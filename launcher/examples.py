@@ -219,6 +219,9 @@ EXAMPLES = {
     "FP4-091": _MODEL | {
         "asked": "--disable-hybrid-swa-memory --model-path my-model with architectures 'LagunaForCausalLM'",
     },
+    "FP4-095": {
+        "asked": f"{_TRITON} --enable-hierarchical-cache", "how": "pages of one token and write_through and no drafter",
+    },
     "FP4-096": {"asked": f"{_TRITON} --enable-hierarchical-cache --hicache-storage-backend file"},
     "FP4-097": {
         "asked": f"{_TRITON} --enable-hierarchical-cache --hicache-io-backend kernel for my-model",
@@ -264,4 +267,6 @@ EXAMPLES = {
         "width": "4",
         "page": "16",
     },
+    "FP4-117": {"asked": f"{_TRITON} --enable-hierarchical-cache --disable-radix-cache"},
+    "FP4-118": {"asked": f"{_NVFP4} for my-model with Mistral3ForCausalLM", "path": "my-model"},
 }

@@ -55,6 +55,7 @@ class ModelFacts:
     model_type: str = ""
     max_positions: int | None = None
     quantization: str | None = None
+    quant_algo: str | None = None
     folder: str | None = None
     checkpoint: Checkpoint = Checkpoint()
     architectures: tuple = ()
@@ -116,6 +117,22 @@ class ModelFacts:
                 return not self.model_type.startswith("gemma")
             asked = self.dtype
         return asked in ("half", "float16")
+
+
+def _in_its_own_file(folder):
+    """What ModelOpt's older layout says of the weights' quantization; {} without such a file."""
+    try:
+        content = json.loads((Path(folder) / "hf_quant_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _quant_algo(quantization):
+    """ModelOpt's name of how the weights are quantized; None where nothing says."""
+    inner = quantization.get("quantization")
+    named = quantization.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, dict) else None)
+    return None if named is None else str(named)
 
 
 def locate(path, flag):
@@ -270,6 +287,7 @@ def read_facts(path, flag, revision=None, cache=None):
         model_type=model_type,
         max_positions=_number(text.get("max_position_embeddings"), "max_position_embeddings", file),
         quantization=None if quantization is None else str(quantization.get("quant_method") or "unnamed"),
+        quant_algo=_quant_algo(quantization or _in_its_own_file(folder)),
         folder=str(folder),
         checkpoint=read_checkpoint(folder),
         architectures=architectures,

@@ -1,12 +1,14 @@
 """What multiplies NVFP4 weights, and which files show them beside NVFP4 KV."""
 
 from launcher import rules_together as together
-from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS
+from launcher.checkpoint import INPUT_SCALED, NVFP4_WEIGHTS, OTHERWISE, PACKED_HEAD
 from launcher.rules_attention import BLACKWELL
 
 MARLIN = "marlin"
 ON_A_CPU, ON_A_GPU = "tests/e2e/test_nvfp4_weights.py", "tests/bench/results/h200_weights.json"
+_METHODS = (None, "modelopt", "modelopt_fp4")  # quant_method; ModelOpt's older layout has none in config.json
 PLAIN = (None, "unquant")  # values of flags that name a quantization
+_NOT_RUN = {INPUT_SCALED, OTHERWISE, PACKED_HEAD}  # kinds of weights beside them that no run had
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a target that has some
 
 
@@ -35,7 +37,8 @@ def packed_weights(launch):
 
 
 def _packed_linears(launch):
-    """Whether it is NVFP4 KV and a target without experts whose NVFP4 weights are the launch's only quantized ones."""
+    """Whether it is NVFP4 KV and, as in the runs, a BF16 target without experts whose linear layers' NVFP4 weights in
+    ModelOpt's layout are the launch's only quantized ones, its head left out, and states in FP32."""
     flags, target, draft = launch.flags, launch.target, launch.draft
     if launch.kv_dtype != "nvfp4" or target is None or any(map(target.text.get, _EXPERTS)):
         return False
@@ -43,4 +46,8 @@ def _packed_linears(launch):
         return False
     if flags.speculative_draft_model_quantization not in PLAIN or (draft is not None and draft.quantized):
         return False
-    return NVFP4_WEIGHTS in target.checkpoint.weights and INPUT_SCALED not in target.checkpoint.weights
+    if target.quantization not in _METHODS or target.quant_algo not in (None, "NVFP4"):
+        return False
+    if flags.dtype not in ("auto", "bfloat16") or flags.mamba_ssm_dtype not in (None, "float32"):
+        return False
+    return NVFP4_WEIGHTS in target.checkpoint.weights and not _NOT_RUN & target.checkpoint.weights

@@ -104,6 +104,7 @@ RULES = {
     "FP4-081": Rule(drafter.ngram_tree_on_pages, FAILS, NVFP4),
     "FP4-090": Rule(drafter.acceptance_is_relaxed, UNTESTED, NVFP4),
     "FP4-091": Rule(models.windows_put_into_one_pool, UNTESTED, NVFP4),
+    "FP4-095": Rule(together.hierarchical_cache_differs, UNTESTED, NVFP4),
     "FP4-096": Rule(storage.hierarchical_cache_way, FAILS, NVFP4, server_refuses=True),
     "FP4-097": Rule(storage.hierarchical_cache_rows, FAILS, NVFP4, server_refuses=True),
     "FP4-098": Rule(storage.hierarchical_cache_companions, UNTESTED, NVFP4, server_refuses=True),
@@ -119,6 +120,8 @@ RULES = {
     "FP4-114": Rule(attention.scales_file_is_not_read, FAILS, NVFP4, server_refuses=True),
     "FP4-115": Rule(together.class_of_recurrent_layers_is_untested, UNTESTED, NVFP4),
     "FP4-116": Rule(drafter.tree_on_pages, UNTESTED, NVFP4),
+    "FP4-117": Rule(storage.hierarchical_cache_without_radix_cache, FAILS, NVFP4),
+    "FP4-118": Rule(together.class_of_windowed_layers_is_untested, UNTESTED, NVFP4),
 }
 
 

@@ -39,6 +39,11 @@ def hierarchical_cache_way(launch):
     return _on(launch, "enable_hierarchical_cache", *names) if names else None
 
 
+def hierarchical_cache_without_radix_cache(launch):
+    alone = launch.flags.disable_radix_cache and launch.flags.enable_hierarchical_cache
+    return _on(launch, "enable_hierarchical_cache", "disable_radix_cache") if alone else None
+
+
 def hierarchical_cache_rows(launch):
     target = launch.target
     if not _carried(launch) or launch.on_cpu or launch.flags.hicache_io_backend != "kernel":

@@ -11,7 +11,8 @@ from sglang_fp4kv.served import TREE_DRAFTERS
 
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
 RECURRENT, EXPERTS = "recurrent layers", "recurrent layers with experts"
-OTHER_RECURRENT, WINDOWS = "recurrent layers of another class", "windowed layers"
+OTHER_RECURRENT = "recurrent layers of another class"
+WINDOWS, OTHER_WINDOWS = "windowed layers", "windowed layers of another class"
 DRAFT, DRAFT_WINDOW = "a DFlash2 or windowed draft", "a draft window"
 DRAFTER = "another drafter than DFLASH"
 # What shows a part: the real server on a CPU, and results of a GPU.
@@ -42,9 +43,11 @@ TOGETHER_ON_A_CPU = {
 # Model types (without _text) by the class of their recurrent layers; OTHER_RECURRENT is FP4-115's.
 _CLASSES = {"qwen3_5": RECURRENT, "qwen3_5_moe": EXPERTS}
 _ANY_RECURRENT = (RECURRENT, EXPERTS, OTHER_RECURRENT)
+_WINDOWED_CLASSES = ("Gemma3ForCausalLM",)  # OTHER_WINDOWS is FP4-118's
 # Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
 _TOLD = (
-    (HOST_CACHE, DRAFTER), (WINDOWS, DRAFTER), *((HOST_CACHE, kind) for kind in _ANY_RECURRENT),
+    (HOST_CACHE, DRAFTER), (WINDOWS, DRAFTER), (OTHER_WINDOWS, DRAFTER),
+    *((HOST_CACHE, kind) for kind in _ANY_RECURRENT),
     *((kind, DRAFTER) for kind in _ANY_RECURRENT),
 )  # fmt: skip
 
@@ -69,6 +72,16 @@ def _windowed(launch):
     return target is not None and target.sliding and (target.window_pool is None or one_pool)
 
 
+def _windows_have_run(target):
+    """Whether it is of a class that has run; layers that read another's K and V have not."""
+    known = any(name in _WINDOWED_CLASSES for name in target.architectures)
+    return known and not target.text.get("num_kv_shared_layers")
+
+
+def _draft_window(launch):
+    return launch.drafter != "NGRAM" and launch.flags.speculative_draft_window_size is not None
+
+
 def _changed_draft(launch):
     """Whether a DFLASH draft is more than the plain ones with full attention."""
     if launch.drafter != "DFLASH":
@@ -84,18 +97,39 @@ def parts(launch):
         RANKS: launch.flags.tp_size > 1,
         HOST_CACHE: launch.flags.enable_hierarchical_cache,
         **{kind: _class(launch) == kind for kind in _ANY_RECURRENT},
-        WINDOWS: _windowed(launch),
+        WINDOWS: _windowed(launch) and _windows_have_run(launch.target),
+        OTHER_WINDOWS: _windowed(launch) and not _windows_have_run(launch.target),
         DRAFT: _changed_draft(launch),
-        DRAFT_WINDOW: launch.drafter == "DFLASH" and launch.flags.speculative_draft_window_size is not None,
+        DRAFT_WINDOW: launch.drafter in ("DFLASH", *TREE_DRAFTERS) and _draft_window(launch),
         DRAFTER: _other_drafter(launch),
     }
     return [name for name, present in asked.items() if present and launch.on_triton]
+
+
+def host_cache_differs(launch):
+    """Names of flags by which a hierarchical cache differs from those that have run; empty for one like them."""
+    flags = launch.flags
+    wrong = {
+        "page_size": flags.page_size in (None, 1),
+        "hicache_write_policy": flags.hicache_write_policy != "write_back",
+        "speculative_algorithm": launch.drafter != "DFLASH",
+    }
+    return [name for name, differs in wrong.items() if differs]
+
+
+def _experts_differ(launch):
+    """Whether experts run in another way than SGLang's own kernel on one rank, or beside states in BF16."""
+    flags = launch.flags
+    own = flags.moe_runner_backend in ("auto", "triton") and flags.moe_a2a_backend == "none"
+    return not own or flags.ep_size > 1 or flags.enable_eplb or flags.mamba_ssm_dtype not in (None, "float32")
 
 
 def results(launch):
     """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
     asked = tuple(parts(launch))
     if RANKS in asked and launch.flags.tp_size not in PROVEN_TP:
+        return ()
+    if HOST_CACHE in asked and host_cache_differs(launch) or EXPERTS in asked and _experts_differ(launch):
         return ()
     if len(asked) == 1:
         shown = (ON_A_CPU if launch.on_cpu else ON_A_GPU).get(asked[0])
@@ -144,6 +178,29 @@ def class_of_recurrent_layers_is_untested(launch):
     target = launch.target
     asked = f"{launch.asked('kv_cache_dtype')} for {target.path} with model_type {target.model_type!r}"
     return {"asked": asked, "path": target.path, "type": target.model_type}
+
+
+def class_of_windowed_layers_is_untested(launch):
+    if OTHER_WINDOWS not in parts(launch):
+        return None
+    target = launch.target
+    shared = f" and num_kv_shared_layers {target.text['num_kv_shared_layers']}" if target.text.get("num_kv_shared_layers") else ""
+    named = ", ".join(target.architectures) or "no architecture"
+    asked = f"{launch.asked('kv_cache_dtype')} for {target.path} with {named}{shared}"
+    return {"asked": asked, "path": target.path}
+
+
+def hierarchical_cache_differs(launch):
+    """Of a launch on a GPU; on a CPU it only names no test."""
+    if HOST_CACHE not in parts(launch) or launch.on_cpu:
+        return None
+    names = host_cache_differs(launch)
+    how = {
+        "page_size": "pages of one token", "hicache_write_policy": launch.flags.hicache_write_policy,
+        "speculative_algorithm": f"{launch.drafter} as the drafter" if launch.drafter else "no drafter",
+    }  # fmt: skip
+    asked = launch.asked("kv_cache_dtype", "enable_hierarchical_cache", *names)
+    return {"asked": asked, "how": " and ".join(how[name] for name in names)} if names else None
 
 
 def _drafts_for(launch):

@@ -93,6 +93,15 @@ TEXTS = {
         evidence=_HOOKS,
         help="leave out --enable-hierarchical-cache",
     ),
+    "FP4-095": Text(
+        name="hierarchical-cache-of-another-kind",
+        says="the hierarchical cache is asked for with {how}, and no result of a GPU on file has that",
+        why="the servers on file had pages of 64 tokens, write_back and DFLASH. With write_through and with pages of one "
+        "token the bytes went to the host and back in tests of SGLang's tree with this kit's pools on an H200, and no "
+        "server has answered from them; without the drafter, or with another one, none was started",
+        evidence="tests/bench/results/h200_host_cache.json; tests/test_host_tree.py",
+        help="--page-size 64 --hicache-write-policy write_back, or --allow FP4-095",
+    ),
     "FP4-096": Text(
         name="hierarchical-cache-way",
         says="the hierarchical cache is asked for in a way that does not take block scales along",
@@ -107,6 +116,13 @@ TEXTS = {
         why="SGLang's copy kernels take rows of a multiple of {multiple} bytes",
         evidence="transfer_kv_launcher in sgl-kernel/csrc/kvcacheio/transfer.cu",
         help="--hicache-io-backend direct",
+    ),
+    "FP4-117": Text(
+        name="hierarchical-cache-without-radix-cache",
+        says="the hierarchical cache is asked for without the prefix cache whose overflow it is",
+        why="SGLang stops at start: the two are mutually exclusive",
+        evidence="srt/arg_groups/kv_cache_hook.py @ sglang 0.5.23",
+        help="leave out --disable-radix-cache",
     ),
     "FP4-098": Text(
         name="hierarchical-cache-companions",

@@ -40,4 +40,11 @@ TEXTS = {
         evidence="srt/models/qwen3_next.py @ sglang 0.5.23; tests/e2e/test_hybrid_serving.py and tests/e2e/test_hybrid_moe.py, of Qwen3.5",
         help="--allow FP4-115, or --kv-cache-dtype fp8_e4m3",
     ),
+    "FP4-118": Text(
+        name="class-of-windowed-layers-untested",
+        says="{path} has windowed layers in the one KV pool, and no result of a run of that class is on file",
+        why="the server that was tested has the text-only class of Gemma 3; another class may count its windows, cap its scores, mask images or share K and V between layers by code of its own. It would take the trial that Gemma 3 had: equal answers with and without the drafter, many windows deep, and near BF16 KV's",
+        evidence="tests/e2e/test_windows.py; tests/bench/results/h200_windows.json",
+        help="--allow FP4-118, or --kv-cache-dtype fp8_e4m3",
+    ),
 }

@@ -8,7 +8,8 @@ multiplies. Marlin's takes BF16: the first forward pass dies with "apply_fp4_mar
 
 Parts of narrow, deep products (N below 2048, K of 2048 and more) are added to the BF16 output by atomic adds, in
 whatever order they come, so that the same tokens over the same cache can be answered otherwise. Marlin's other way
-adds them in FP32, in one order; SGLang has no switch for it.
+adds them in FP32, in one order; SGLang has no switch for it. SGLang asks the same function for FP8, GPTQ and AWQ
+weights, which get the one order too; its kernel of experts decides for itself and keeps the atomic adds.
 """
 
 FUSION = "sglang.srt.models.qwen3_5._maybe_enable_silu_fp4_quant_fusion"
@@ -24,7 +25,10 @@ def fuse_unless_marlin(original, mlp):
 
 
 def sum_in_order(original, *args, **kwargs):
-    """Hooked around SUMS, whether atomic adds are used: not beside packed NVFP4 KV, elsewhere as SGLang chooses."""
+    """Hooked around SUMS, whether atomic adds are used: not beside packed NVFP4 KV, elsewhere as SGLang chooses.
+
+    SGLang's registry puts the hook wherever that function was imported.
+    """
     from sglang_fp4kv.resolution import serves_packed_kv
 
     return False if serves_packed_kv() else original(*args, **kwargs)

@@ -212,6 +212,23 @@ def test_rescore_judges_the_answers_and_not_the_verdict_on_file(full, tmp_path, 
     )
 
 
+def test_rescore_tells_another_wording_from_another_verdict(full, tmp_path, capsys):
+    folder, _ = full
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    verdict = json.loads((copy / "verdict.json").read_text())
+    verdict["checks"]["arithmetic"]["summary"] = "all right"
+    (copy / "verdict.json").write_text(json.dumps(verdict))
+    assert cli.main(["check", "--rescore", str(copy)]) == 0
+    assert "the same verdict as on file, check by check; what is said of them differs" in capsys.readouterr().err
+    verdict["checks"]["arithmetic"]["status"] = "fail"
+    (copy / "verdict.json").write_text(json.dumps(verdict))
+    assert cli.main(["check", "--rescore", str(copy)]) == 0
+    assert "NOT the verdict on file, which is pass" in capsys.readouterr().err
+
+
 def test_a_skipped_check_is_listed_and_leaves_the_exit_code(tmp_path, capsys):
     with FakeServer() as target:
         base = ["check", "--url", target.url, "--suite", "pair", "--only", "arithmetic,agreement"]

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from launcher.checkpoint import (
-    INPUT_SCALED, NVFP4_WEIGHTS, PACKED_HEAD, QUANTIZED, Checkpoint, read_checkpoint, weights_hash,
+    INPUT_SCALED, NVFP4_WEIGHTS, OTHERWISE, PACKED_HEAD, QUANTIZED, Checkpoint, read_checkpoint, weights_hash,
 )  # fmt: skip
 from launches import scale, scales, write_safetensors
 
@@ -25,20 +25,27 @@ def test_weights_count_as_loaded(tmp_path):
     [
         ("model.layers.0.mlp.up_proj.weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
         ("model.layers.0.mlp.experts.gate_up_proj_weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
-        ("model.layers.0.mlp.up_proj.weight_scale", {QUANTIZED}),
-        ("model.layers.0.mlp.up_proj.weight_scale_inv", {QUANTIZED}),
-        ("model.layers.0.mlp.up_proj.qweight", {QUANTIZED}),
+        ("model.layers.0.mlp.up_proj.weight_scale", {QUANTIZED, OTHERWISE}),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", {QUANTIZED, OTHERWISE}),
+        ("model.layers.0.mlp.up_proj.qweight", {QUANTIZED, OTHERWISE}),
         ("model.layers.0.mlp.up_proj.weight", set()),
         ("model.layers.0.self_attn.attn.k_scale", set()),
         ("model.layers.0.mlp.experts.gate_up_proj_pre_quant_scale", {INPUT_SCALED}),
         ("model.layers.0.mlp.up_proj.pre_quant_scale", {INPUT_SCALED}),
-        ("lm_head.weight_scale", {PACKED_HEAD, QUANTIZED}),
+        ("lm_head.weight_scale", {PACKED_HEAD, QUANTIZED, OTHERWISE}),
         ("lm_head.weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
     ],
 )
 def test_packed_weights_are_known_by_their_scales(tmp_path, name, kinds):
     write_safetensors(tmp_path / "model.safetensors", {name: ("F32", [1], bytes(4))})
     assert read_checkpoint(tmp_path).weights == kinds
+
+
+@pytest.mark.parametrize("first", ["1", "2"])
+def test_a_second_scale_may_be_in_another_file(tmp_path, first):
+    for file, name in ((first, "a.weight_scale"), ("3", "a.weight_scale_2")):
+        write_safetensors(tmp_path / f"{file}.safetensors", {name: ("F32", [1], bytes(4))})
+    assert read_checkpoint(tmp_path).weights == {NVFP4_WEIGHTS, QUANTIZED}
 
 
 def test_an_index_names_the_files(tmp_path):

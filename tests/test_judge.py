@@ -181,7 +181,10 @@ ON_GPUS = [
     (together.DRAFT, [*DFLASH], {"draft": {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}}),
     (together.DRAFTER, ["--speculative-algorithm", "NGRAM"], {}),
     (together.WINDOWS, [*DFLASH], {"target": WINDOWED}),
-    (together.HOST_CACHE, [*DFLASH, "--enable-hierarchical-cache", "--hicache-io-backend", "direct"], {}),
+    (together.HOST_CACHE, [
+        *DFLASH, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--page-size", "64",
+        "--hicache-write-policy", "write_back",
+    ], {}),
 ]
 
 
@@ -265,6 +268,13 @@ def test_nvfp4_weights_on_a_cpu_name_their_test_where_it_ran(tmp_path, flags, fo
         (DFLASH, {}, True),
         (["--fp4-gemm-backend", "marlin"], {}, True),
         ([*DFLASH, "--quantization", "modelopt_fp4"], {}, True),
+        ([], {"tensors": PACKED | {"model.layers.1.mlp.up_proj.weight_scale": ("F32", [1], b"1234")}}, False),
+        ([], {"tensors": PACKED | {"lm_head.weight_scale": ("F32", [1], b"1234")}}, False),
+        ([], {"target": HYBRID | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}}, True),
+        ([], {"target": HYBRID | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}}, False),
+        ([], {"target": HYBRID | {"quantization_config": {"quant_method": "compressed-tensors"}}}, False),
+        (["--mamba-ssm-dtype", "bfloat16"], {}, False),
+        (["--dtype", "float16"], {}, False),
         (DFLASH, {"draft_tensors": PACKED}, False),
         (DFLASH, {"draft": windowed()}, False),
         (["--tp-size", "2"], {}, False),
@@ -273,7 +283,7 @@ def test_nvfp4_weights_on_a_cpu_name_their_test_where_it_ran(tmp_path, flags, fo
     ],
 )
 def test_nvfp4_weights_of_a_hybrid_name_their_result_on_a_gpu(tmp_path, flags, folders, shown):
-    found = decide(tmp_path, [*NVFP4, *flags], tensors=PACKED, target=HYBRID, **folders)
+    found = decide(tmp_path, [*NVFP4, *flags], **{"tensors": PACKED, "target": HYBRID, **folders})
     assert found.results == ((packed_weights.ON_A_GPU,) if shown else ())
     assert ("FP4-113" in ids(found)) is not shown and found.accepted is shown
 

@@ -117,10 +117,12 @@ CASES = {
     "FP4-090": drafted("--speculative-accept-threshold-acc", "0.9"),
     "FP4-091": {
         "flags": [*NVFP4, "--disable-hybrid-swa-memory"], "target": {"architectures": ["MellumForCausalLM"]},
+        "with": ["FP4-118"],
     },
-    "FP4-096": plain(*HICACHE, "--hicache-storage-backend", "file"),
-    "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}},
-    "FP4-098": plain(*HICACHE, "--speculative-algorithm", "EAGLE3"),
+    "FP4-095": drafted(*HICACHE),
+    "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
+    "FP4-097": {**plain(*HICACHE), "target": {"num_key_value_heads": 1}, "with": ["FP4-095"]},
+    "FP4-098": {**plain(*HICACHE, "--speculative-algorithm", "EAGLE3"), "with": ["FP4-095"]},
     "FP4-100": {**plain("--speculative-algorithm", "NEXTN"), "target": HYBRID},
     "FP4-101": {**plain("--speculative-algorithm", "EAGLE3"), "target": WINDOWED},
     "FP4-102": {**plain("--tp-size", "2"), "target": WINDOWED},
@@ -136,6 +138,8 @@ CASES = {
     "FP4-114": plain("--quantization-param-path", "scales.json"),
     "FP4-115": model(**{**HYBRID, "model_type": "qwen3_next"}),
     "FP4-116": plain("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4", "--page-size", "16"),
+    "FP4-117": {**plain(*HICACHE, "--disable-radix-cache"), "with": ["FP4-095"]},
+    "FP4-118": model(**{**WINDOWED, "architectures": ["MistralForCausalLM"]}),
 }  # fmt: skip
 
 
@@ -200,7 +204,7 @@ def test_the_flags_in_a_help_pass_the_rules(tmp_path, fire, id):
         left = found(tmp_path, case, shlex.split(flags))
         assert id not in [r.id for r in left]
         known = [r.id for r in left if r.id not in CASES[id].get("with", ())]
-        assert known in ([], ["FP4-026"], ["FP4-027"], ["FP4-029"])
+        assert known in ([], ["FP4-026"], ["FP4-027"], ["FP4-029"], ["FP4-095"])
 
 
 def _without(words, names):
@@ -251,11 +255,11 @@ def test_the_hierarchical_cache_on_a_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "target", "ids"),
     [
-        (["--hicache-mem-layout", "page_head"], {}, ["FP4-096"]),
-        (["--hicache-io-backend", "kernel_ascend"], {}, ["FP4-096"]),
-        (["--hicache-io-backend", "direct"], {"num_key_value_heads": 1}, []),
-        ([], {"num_key_value_heads": 1, "head_dim": 128}, []),
-        ([], {"layer_types": ["linear_attention", "full_attention"] * 2}, ["FP4-040", "FP4-098"]),
+        (["--hicache-mem-layout", "page_head"], {}, ["FP4-095", "FP4-096"]),
+        (["--hicache-io-backend", "kernel_ascend"], {}, ["FP4-095", "FP4-096"]),
+        (["--hicache-io-backend", "direct"], {"num_key_value_heads": 1}, ["FP4-095"]),
+        ([], {"num_key_value_heads": 1, "head_dim": 128}, ["FP4-095"]),
+        ([], {"layer_types": ["linear_attention", "full_attention"] * 2}, ["FP4-040", "FP4-095", "FP4-098"]),
     ],
 )
 def test_ways_of_the_hierarchical_cache(tmp_path, flags, target, ids):
@@ -622,8 +626,8 @@ def test_only_what_has_no_result_is_untested():
     allowable = [id for id, rule in RULES.items() if rule.allowable]
     assert allowable == [
         "FP4-010", "FP4-026", "FP4-027", "FP4-029", "FP4-032", "FP4-033", "FP4-058",
-        "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091",
-        "FP4-102", "FP4-103", "FP4-104", "FP4-113", "FP4-115", "FP4-116",
+        "FP4-061", "FP4-063", "FP4-070", "FP4-071", "FP4-072", "FP4-079", "FP4-090", "FP4-091", "FP4-095",
+        "FP4-102", "FP4-103", "FP4-104", "FP4-113", "FP4-115", "FP4-116", "FP4-118",
     ]  # fmt: skip
     for id in allowable:
         assert "no result" in TEXTS[id].says or "no result" in TEXTS[id].why

@@ -10,22 +10,27 @@ from launches import DFLASH, HYBRID, NO_GPU, NVFP4, WINDOWED, launch, machine
 from test_rules import dflash2
 
 CPU = [*NVFP4, "--device", "cpu"]
+HICACHE = ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]
+AS_SERVED = ["--page-size", "64", "--hicache-write-policy", "write_back", *DFLASH]  # the hierarchical cache on file
 PARTS = {
     together.RANKS: {"flags": ["--tp-size", "2"]},
-    together.HOST_CACHE: {"flags": ["--enable-hierarchical-cache", "--hicache-io-backend", "direct"]},
+    together.HOST_CACHE: {"flags": HICACHE},
     together.RECURRENT: {"target": HYBRID},
     together.EXPERTS: {"target": {**HYBRID, "model_type": "qwen3_5_moe_text"}},
     together.OTHER_RECURRENT: {"target": {**HYBRID, "model_type": "qwen3_next"}},
     together.WINDOWS: {"target": WINDOWED},
+    together.OTHER_WINDOWS: {"target": {**WINDOWED, "architectures": ["MistralForCausalLM"]}},
     together.DRAFT: {"flags": DFLASH, "draft": dflash2()},
     together.DRAFT_WINDOW: {"flags": [*DFLASH, "--speculative-draft-window-size", "512"]},
     together.DRAFTER: {"flags": ["--speculative-algorithm", "EAGLE3"]},
 }
 RECURRENT = (together.RECURRENT, together.EXPERTS, together.OTHER_RECURRENT)
-ONE_OF_A_KIND = (*combinations((*RECURRENT, together.WINDOWS), 2), (together.DRAFT, together.DRAFTER),
+WINDOWS = (together.WINDOWS, together.OTHER_WINDOWS)
+ONE_OF_A_KIND = (*combinations((*RECURRENT, *WINDOWS), 2), (together.DRAFT, together.DRAFTER),
                  (together.DRAFT_WINDOW, together.DRAFTER))  # fmt: skip
 PAIRS = [pair for pair in combinations(PARTS, 2) if pair not in ONE_OF_A_KIND]
-OWN_RULES = {(together.HOST_CACHE, together.DRAFTER): "FP4-098", (together.WINDOWS, together.DRAFTER): "FP4-101"}
+OWN_RULES = {(together.HOST_CACHE, together.DRAFTER): "FP4-098"}
+OWN_RULES |= {(kind, together.DRAFTER): "FP4-101" for kind in WINDOWS}
 OWN_RULES |= {(together.HOST_CACHE, kind): "FP4-098" for kind in RECURRENT}
 OWN_RULES |= {(kind, together.DRAFTER): "FP4-100" for kind in RECURRENT}
 
@@ -38,15 +43,17 @@ def asked(tmp_path, names, *flags):
 
 
 def unknown_class(names):
-    """The rule about recurrent layers of a class that never ran, where they are among ``names``."""
-    return ["FP4-115"] if together.OTHER_RECURRENT in names else []
+    """The rule about layers of a class that never ran, where they are among ``names``."""
+    rules = {together.OTHER_RECURRENT: "FP4-115", together.OTHER_WINDOWS: "FP4-118"}
+    return [rules[name] for name in names if name in rules]
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_alone_and_with_a_plain_draft_is_accepted(tmp_path, name):
     alone = asked(tmp_path, [name])
     assert together.parts(alone) == [name] and [r.id for r in judge(alone)] == unknown_class([name])
-    assert bool(together.results(alone)) is (name != together.OTHER_RECURRENT)
+    as_run = asked(tmp_path, [name], *AS_SERVED) if name == together.HOST_CACHE else alone
+    assert bool(together.results(as_run)) is (not unknown_class([name]))
     if alone.drafter is None:
         drafted = asked(tmp_path, [name], *DFLASH)
         assert together.parts(drafted) == [name] and [r.id for r in judge(drafted)] == unknown_class([name])
@@ -122,5 +129,65 @@ def test_a_draft_window_has_run_on_a_cpu_alone(tmp_path):
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_the_host_cache_of_recurrent_layers_is_refused_on_a_gpu(tmp_path, flags, kind):
     asked_for = [*NVFP4, "--enable-hierarchical-cache", *flags]
-    told, *others = judge(launch(tmp_path, asked_for, target=PARTS[kind]["target"]))
-    assert told.id == "FP4-098" and [r.id for r in others] == unknown_class([kind])
+    found = [r.id for r in judge(launch(tmp_path, asked_for, target=PARTS[kind]["target"]))]
+    assert found == ["FP4-095", "FP4-098", *unknown_class([kind])]
+
+
+@pytest.mark.parametrize(
+    ("changed", "how"),
+    [
+        ([], None),
+        (["--page-size", "1"], "pages of one token"),
+        (["--hicache-write-policy", "write_through"], "write_through"),
+        (["--hicache-write-policy", "write_through_selective"], "write_through_selective"),
+    ],
+)
+def test_a_hierarchical_cache_of_another_kind_is_refused_on_a_gpu(tmp_path, changed, how):
+    flags = [*HICACHE, *AS_SERVED, *changed]
+    found = judge(launch(tmp_path, [*NVFP4, *flags]))
+    assert [r.id for r in found] == ([] if how is None else ["FP4-095"])
+    assert how is None or f"asked for with {how}, and no result" in found[0].says
+    shown = [bool(together.results(launch(tmp_path, [*words, *flags]))) for words in (NVFP4, CPU)]
+    assert shown == [how is None] * 2 and judge(launch(tmp_path, [*CPU, *flags], on=machine(NO_GPU))) == []
+
+
+def test_sglangs_own_hierarchical_cache_is_named(tmp_path):
+    (only,) = judge(launch(tmp_path, [*NVFP4, *HICACHE]))
+    assert "with pages of one token and write_through and no drafter, and" in only.says
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"architectures": ["Gemma3ForConditionalGeneration"]}, {"architectures": ["Qwen2ForCausalLM"]},
+        {"num_kv_shared_layers": 2}, {"architectures": []},
+    ],
+)  # fmt: skip
+def test_windows_of_a_class_that_never_ran_are_refused(tmp_path, target):
+    for on in (NVFP4, CPU):
+        (only,) = judge(launch(tmp_path, on, target=WINDOWED | target))
+        assert only.id == "FP4-118" and together.results(launch(tmp_path, on, target=WINDOWED | target)) == ()
+    assert ("num_kv_shared_layers 2" in only.asked) is ("num_kv_shared_layers" in target)
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE3", "STANDALONE"])
+def test_a_draft_window_is_a_part_of_every_drafter_with_a_model(tmp_path, drafter):
+    asked_for = ["--speculative-algorithm", drafter, "--speculative-draft-window-size", "512"]
+    for on, ids in ((CPU, ["FP4-102"]), (NVFP4, ["FP4-102", "FP4-103"])):
+        found = judge(launch(tmp_path, [*on, *asked_for]))
+        assert [r.id for r in found] == ids and together.results(launch(tmp_path, [*on, *asked_for])) == ()
+    assert found[0].says.endswith("not a draft window with another drafter than DFLASH")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--moe-runner-backend", "flashinfer_cutlass"], ["--moe-a2a-backend", "deepep"], ["--ep-size", "2"],
+        ["--enable-eplb"], ["--mamba-ssm-dtype", "bfloat16"],
+    ],
+)  # fmt: skip
+def test_experts_that_run_in_another_way_name_no_result(tmp_path, flags):
+    target = PARTS[together.EXPERTS]["target"]
+    for on in (NVFP4, CPU):
+        assert together.results(launch(tmp_path, on, target=target))
+        assert together.results(launch(tmp_path, [*on, *flags], target=target)) == ()

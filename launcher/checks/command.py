@@ -208,9 +208,15 @@ def _rescore(args):
         print("no verdict is on file there to compare with", file=sys.stderr)
     elif stored == json.loads(json.dumps(verdict)):
         print("the same verdict as on file", file=sys.stderr)
+    elif _statuses(stored) == _statuses(verdict):
+        print("the same verdict as on file, check by check; what is said of them differs", file=sys.stderr)
     else:
         print(f"NOT the verdict on file, which is {stored.get('verdict')}", file=sys.stderr)
     return verdict["exit_code"]
+
+
+def _statuses(verdict):
+    return verdict.get("verdict"), {id: check.get("status") for id, check in (verdict.get("checks") or {}).items()}
 
 
 def _show(args, verdict):

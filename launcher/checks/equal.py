@@ -1,6 +1,6 @@
 """Answers that must not depend on how they were computed: drafter, prefix cache, batch, chunks."""
 
-from launcher.checks import same
+from launcher.checks import bounds, same
 from launcher.checks.ability import suite_of
 from launcher.checks.result import FAIL, NOT_RUN, PASS, Item, settle
 from launcher.checks.session import CONTROL, ONE_CHUNK, TARGET, UNDRAFTED, NotRun
@@ -81,6 +81,13 @@ def ask_cache(session):
                 same.ask_margin(session, asked[1], asked[2])
 
 
+def _accepts_otherwise(before, after, learns):
+    """``learns``: a drafter that drafts from what it has answered may accept more, and somewhat less."""
+    if learns and None not in (before, after):
+        return after < bounds.LEARNING_ACCEPT_SHARE * before
+    return before != after
+
+
 def _cache_items(recording, server):
     """(repeats, firsts): Items of the second with the third answer, and of the first with the second."""
     repeats, firsts = [], []
@@ -92,7 +99,7 @@ def _cache_items(recording, server):
         if first is None:
             continue
         repeat = same.judge(recording, second, third, f"{prompt.id} again", outright=not learns)
-        if repeat.status == PASS and second.accept_length != third.accept_length and not learns:
+        if repeat.status == PASS and _accepts_otherwise(second.accept_length, third.accept_length, learns):
             repeat = Item(
                 repeat.name, FAIL, f"accept length {second.accept_length:.3f}, then {third.accept_length:.3f}"
             )

@@ -181,8 +181,9 @@ def _stage(recording, usage):
         if after is not None:
             items.append(same.judge(recording, before, after, f"{prompt.id} after {usage:g}"))
     ratio = [mean_accept(recording.find(SOAK, step=step)) for step in ("before", f"after {usage:g}")]
-    if None not in ratio and not recording.facts[TARGET].learns:
-        kept = ratio[1] >= bounds.SOAK_ACCEPT_SHARE * ratio[0]
+    if None not in ratio:
+        learns = recording.facts[TARGET].learns
+        kept = ratio[1] >= (bounds.LEARNING_ACCEPT_SHARE if learns else bounds.SOAK_ACCEPT_SHARE) * ratio[0]
         detail = f"accept length {ratio[0]:.2f} before, {ratio[1]:.2f} after"
         items.append(Item(f"accept {usage:g}", PASS if kept else FAIL, detail))
     return items

@@ -26,7 +26,7 @@ QUANTIZED, OTHERWISE = "quantized weights", "weights quantized otherwise"
 _WEIGHTS = {
     NVFP4_WEIGHTS: re.compile(r"[._]weight_scale_2$"),
     INPUT_SCALED: re.compile(r"[._]pre_quant_scale$"),
-    PACKED_HEAD: re.compile(r"^lm_head\.weight_scale$"),
+    PACKED_HEAD: re.compile(r"(?:^|\.)lm_head\.weight_scale(?:_2)?$"),
     QUANTIZED: re.compile(r"[._](?:weight_scale(?:_inv|_2)?|weight_packed|qweight)$"),
     OTHERWISE: re.compile(r"[._](?:weight_scale_inv|weight_packed|qweight)$"),
 }
@@ -103,7 +103,7 @@ def read_checkpoint(folder):
         if any("_2" not in found for found in pairs.values()):
             weights.add(OTHERWISE)
         return Checkpoint(loaded, scales, frozenset(modules), frozenset(weights))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         return Checkpoint(problem=f"{folder}: its safetensors cannot be read ({error})")
 
 

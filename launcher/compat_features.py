@@ -19,18 +19,23 @@ from launcher.rules import FAILS, RULES
 PATCHED = PatchState("applied", Path(), "0.5.23", "0.5.23", {})
 PLACES = ("a CPU", "sm_90", "sm_121")
 _TARGET = {
-    "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "dtype": "bfloat16", "max_position_embeddings": 4096,
 }  # fmt: skip
 _HYBRID = {
-    "model_type": "qwen3_5_text", "full_attention_interval": 4,
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "full_attention_interval": 4,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+_MOE = _HYBRID | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+_VISION = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": _TARGET | _HYBRID}
 _WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 512}
 _GEMMA3 = _WINDOWED | {"architectures": ["Gemma3ForCausalLM"]}
 _GPT_OSS = _WINDOWED | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-_DRAFT = {**_TARGET, "num_hidden_layers": 1, "block_size": 8, "dflash_config": {"target_layer_ids": [1, 4]}}
+_DRAFT = {
+    **_TARGET, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "block_size": 8,
+    "dflash_config": {"target_layer_ids": [1, 4]},
+}  # fmt: skip
 _DFLASH2 = {
     "architectures": ["DFlash2DraftModel"], "block_size": None, "layer_types": ["sliding_attention"],
     "sliding_window": 512, "dflash_config": {
@@ -40,6 +45,9 @@ _DFLASH2 = {
 }  # fmt: skip
 _PACKED = "model.layers.0.mlp.up_proj.weight_scale_2"
 _HICACHE = ("--enable-hierarchical-cache", "--hicache-io-backend", "direct")  # the way that a CPU has, too
+
+
+_AS_SERVED = ("--page-size", "64", "--hicache-write-policy", "write_back")
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,19 @@ ROWS = (
     Row("gated-delta hybrid, DFLASH", _HYBRID, {}),
     Row("gated-delta hybrid, a DFlash2 draft", _HYBRID, _DFLASH2),
     Row("gated-delta hybrid, NGRAM", _HYBRID, flags=("--speculative-algorithm", "NGRAM")),
-    Row("gated-delta hybrid with experts (Qwen3.5-MoE), DFLASH", _HYBRID | {"model_type": "qwen3_5_moe_text"}, {}),
-    Row("Qwen3-Next", _HYBRID | {"model_type": "qwen3_next"}),
+    Row("gated-delta hybrid with experts (Qwen3.5-MoE), DFLASH", _MOE, {}),
+    Row("gated-delta hybrid with a vision tower (Qwen3_5ForConditionalGeneration), DFLASH", _VISION, {}),
+    Row("Qwen3-Next", _HYBRID | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}),
+    Row("windowed layers in one pool (Gemma 3)", _GEMMA3),
     Row("windowed layers in one pool (Gemma 3), DFLASH", _GEMMA3, {}),
-    Row("windowed layers in one pool, another class (Mistral)", _WINDOWED | {"architectures": ["MistralForCausalLM"]}),
+    Row("windowed layers in one pool, another class (Gemma 2)", _WINDOWED | {"architectures": ["Gemma2ForCausalLM"]}),
     Row("attention sinks and a window pool (gpt-oss)", _GPT_OSS),
     Row("MLA (DeepSeek)", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}),
     Row("NVFP4 weights, full attention, DFLASH", {}, {}, packed=True),
     Row("NVFP4 weights, gated-delta hybrid, DFLASH", _HYBRID, {}, packed=True),
-    Row("hierarchical cache as SGLang sets it, DFLASH", {}, {}, _HICACHE),
-    Row("hierarchical cache, pages of 64, write_back, DFLASH", {}, {}, (*_HICACHE, "--page-size", "64", "--hicache-write-policy", "write_back")),
-    Row("hierarchical cache, gated-delta hybrid", _HYBRID, flags=_HICACHE),
+    Row("hierarchical cache with write_through and pages of 1 (SGLang's own), DFLASH", {}, {}, _HICACHE),
+    Row("hierarchical cache with write_back and pages of 64, DFLASH", {}, {}, (*_HICACHE, *_AS_SERVED)),
+    Row("the same, gated-delta hybrid, DFLASH", _HYBRID, {}, (*_HICACHE, *_AS_SERVED)),
     Row("two ranks, DFLASH", {}, {}, ("--tp-size", "2")),
     Row("four ranks, DFLASH", {}, {}, ("--tp-size", "4")),
     Row("two ranks, gated-delta hybrid, a DFlash2 draft", _HYBRID, _DFLASH2, ("--tp-size", "2")),

@@ -268,5 +268,9 @@ EXAMPLES = {
         "page": "16",
     },
     "FP4-117": {"asked": f"{_TRITON} --enable-hierarchical-cache --disable-radix-cache"},
-    "FP4-118": {"asked": f"{_NVFP4} for my-model with Mistral3ForCausalLM", "path": "my-model"},
+    "FP4-118": {"asked": f"{_NVFP4} for my-model with Gemma2ForCausalLM", "path": "my-model"},
+    "FP4-119": {
+        "asked": f"{_NVFP4} --speculative-algorithm DFLASH for my-model", "drafter": "DFLASH",
+        "names": "Gemma3ForCausalLM", "needed": "dflash",
+    },
 }

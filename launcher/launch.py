@@ -55,6 +55,20 @@ class Launch:
         return self.flags.device == "cpu"
 
     @property
+    def in_bf16(self):
+        """Whether SGLang runs the target in BF16, as far as is known: not where its config names no dtype."""
+        asked, target = self.flags.dtype, self.target
+        if asked == "auto":
+            return target is None or target.dtype == "bfloat16"
+        return asked == "bfloat16"
+
+    @property
+    def state_dtype(self):
+        """What recurrent states are kept in: the flag, else the config's, else FP32."""
+        stored = self.target.text.get("mamba_ssm_dtype") if self.target is not None else None
+        return self.flags.mamba_ssm_dtype or stored or "float32"
+
+    @property
     def models(self):
         """(the flag that names it, its ModelFacts or None) of the target and of the draft."""
         return (MODEL_FLAG, self.target), (DRAFT_FLAG, self.draft)

@@ -16,6 +16,7 @@ from launcher.model_kinds import (
     pool_of_its_own, sinks, traits, unreadable_figures,
 )  # fmt: skip
 from sglang_fp4kv.checkpoint_scales import checkpoint_folder
+from sglang_fp4kv.model_classes import never_windowed
 from sglang_fp4kv.served import GATED_DELTA_TYPES
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -81,12 +82,14 @@ class ModelFacts:
         interval = self.text.get("full_attention_interval")
         if not all(type(number) is int for number in (interval, *map(self.text.get, GATED_DELTA.values()))):
             return False
+        if interval < 1 or self.num_layers is None:
+            return False
         return list(self.attention_layers) == list(range(interval - 1, self.num_layers, interval))
 
     @property
     def quantized(self):
-        """Whether config.json or the tensors' names say that the weights are quantized."""
-        return self.quantization is not None or QUANTIZED in self.checkpoint.weights
+        """Whether config.json, ModelOpt's file or the tensors' names say that the weights are quantized."""
+        return self.quantization is not None or self.quant_algo is not None or QUANTIZED in self.checkpoint.weights
 
     @property
     def mtp_head(self):
@@ -96,7 +99,8 @@ class ModelFacts:
 
     @property
     def sliding(self):
-        return self.trait(WINDOWED) is not None
+        """Whether layers have a window that SGLang's class keeps to."""
+        return self.trait(WINDOWED) is not None and not never_windowed(self.architectures)
 
     @property
     def window_pool(self):
@@ -123,7 +127,7 @@ def _in_its_own_file(folder):
     """What ModelOpt's older layout says of the weights' quantization; {} without such a file."""
     try:
         content = json.loads((Path(folder) / "hf_quant_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -287,7 +291,7 @@ def read_facts(path, flag, revision=None, cache=None):
         model_type=model_type,
         max_positions=_number(text.get("max_position_embeddings"), "max_position_embeddings", file),
         quantization=None if quantization is None else str(quantization.get("quant_method") or "unnamed"),
-        quant_algo=_quant_algo(quantization or _in_its_own_file(folder)),
+        quant_algo=_quant_algo(quantization or {}) or _quant_algo(_in_its_own_file(folder)),
         folder=str(folder),
         checkpoint=read_checkpoint(folder),
         architectures=architectures,

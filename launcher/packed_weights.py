@@ -9,7 +9,6 @@ ON_A_CPU, ON_A_GPU = "tests/e2e/test_nvfp4_weights.py", "tests/bench/results/h20
 _METHODS = (None, "modelopt", "modelopt_fp4")  # quant_method; ModelOpt's older layout has none in config.json
 PLAIN = (None, "unquant")  # values of flags that name a quantization
 _NOT_RUN = {INPUT_SCALED, OTHERWISE, PACKED_HEAD}  # kinds of weights beside them that no run had
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a target that has some
 
 
 def fp4_gemm(launch):
@@ -23,24 +22,24 @@ def fp4_gemm(launch):
 def packed_weights(launch):
     """Paths of what shows NVFP4 KV on ModelOpt's NVFP4 weights of linear layers, as ``launch`` has them.
 
-    On a CPU a dense target, with or without a plain DFLASH draft, or a hybrid without a drafter; by Marlin on a GPU a
-    hybrid, with or without a plain draft.
+    On a CPU a dense target, with or without a plain DFLASH draft, or a hybrid without a drafter, its states in BF16; by
+    Marlin on a GPU a hybrid, with or without a plain draft, its states in FP32.
     """
     parts, drafted = together.parts(launch), launch.drafter is not None
     if not _packed_linears(launch) or launch.drafter not in (None, "DFLASH"):
         return ()
     if launch.on_cpu:
-        ran = parts == [together.RECURRENT] and not drafted or not parts
-        return (ON_A_CPU,) if ran else ()
-    marlin = fp4_gemm(launch) in (None, MARLIN)
-    return (ON_A_GPU,) if marlin and parts == [together.RECURRENT] else ()
+        states = parts == [together.RECURRENT] and launch.state_dtype == "bfloat16" and not drafted
+        return (ON_A_CPU,) if states or not parts else ()
+    states = parts == [together.RECURRENT] and launch.state_dtype == "float32"
+    return (ON_A_GPU,) if states and fp4_gemm(launch) in (None, MARLIN) else ()
 
 
 def _packed_linears(launch):
     """Whether it is NVFP4 KV and, as in the runs, a BF16 target without experts whose linear layers' NVFP4 weights in
-    ModelOpt's layout are the launch's only quantized ones, its head left out, and states in FP32."""
+    ModelOpt's layout are the launch's only quantized ones, its head left out."""
     flags, target, draft = launch.flags, launch.target, launch.draft
-    if launch.kv_dtype != "nvfp4" or target is None or any(map(target.text.get, _EXPERTS)):
+    if launch.kv_dtype != "nvfp4" or target is None or not together.class_has_run(launch):
         return False
     if flags.quantization not in (None, "modelopt_fp4") or flags.modelopt_quant is not None:
         return False
@@ -48,6 +47,6 @@ def _packed_linears(launch):
         return False
     if target.quantization not in _METHODS or target.quant_algo not in (None, "NVFP4"):
         return False
-    if flags.dtype not in ("auto", "bfloat16") or flags.mamba_ssm_dtype not in (None, "float32"):
+    if not launch.in_bf16:
         return False
     return NVFP4_WEIGHTS in target.checkpoint.weights and not _NOT_RUN & target.checkpoint.weights

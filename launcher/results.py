@@ -28,8 +28,8 @@ def results_for(launch):
     if _quantized(launch):
         return packed_weights(launch)
     if launch.kv_dtype == "nvfp4" and parts:
-        return together.results(launch)
-    if launch.drafter not in (None, "DFLASH"):
+        return together.results(launch) if launch.in_bf16 else ()
+    if launch.drafter not in (None, "DFLASH") or not together.class_has_run(launch) or not launch.in_bf16:
         return ()
     dtype = "bf16" if launch.kv_dtype == "bfloat16" else launch.kv_dtype
     names = RESULTS.get((dtype, launch.drafter is not None), ())

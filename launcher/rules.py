@@ -122,6 +122,7 @@ RULES = {
     "FP4-116": Rule(drafter.tree_on_pages, UNTESTED, NVFP4),
     "FP4-117": Rule(storage.hierarchical_cache_without_radix_cache, FAILS, NVFP4),
     "FP4-118": Rule(together.class_of_windowed_layers_is_untested, UNTESTED, NVFP4),
+    "FP4-119": Rule(drafter.target_captures_nothing, FAILS, FP4),
 }
 
 

@@ -3,6 +3,7 @@
 from launcher.checkpoint import weights_hash
 from launcher.draft_facts import MODULE_KEYS
 from launcher.launch import FP4
+from sglang_fp4kv.model_classes import CAPTURES, abilities
 from sglang_fp4kv.served import DRAFT_DTYPE_DEFAULT, DRAFT_DTYPES, DRAFTERS, DRAFTERS_WITHOUT_MODEL, TREE_DRAFTERS
 
 # DRAFT_ATTENTION_BACKEND_CHOICES in srt/arg_groups/choices.py @ 0.5.23.
@@ -115,6 +116,19 @@ def drafter_is_not_served(launch):
         return None
     names = "kv_cache_dtype", "speculative_algorithm", "enable_multi_layer_eagle"
     return {"asked": launch.asked(*names), "drafter": "a multi-layer EAGLE" if multi else launch.drafter}
+
+
+def target_captures_nothing(launch):
+    """Of a class that SGLang has; EAGLE3's draft may say that it needs no more than the last layer's output."""
+    target, needed = launch.target, CAPTURES.get(launch.drafter)
+    can = abilities(target.architectures) if target is not None and needed else None
+    if can is None or needed in can:
+        return None
+    own = launch.draft.text.get("eagle_config") if launch.draft is not None else None
+    if launch.drafter == "EAGLE3" and isinstance(own, dict) and own.get("use_aux_hidden_state") is False:
+        return None
+    asked = f"{launch.asked('kv_cache_dtype', 'speculative_algorithm')} for {target.path}"
+    return {"asked": asked, "drafter": launch.drafter, "names": " and ".join(target.architectures), "needed": needed}
 
 
 def ngram_tree_on_pages(launch):

@@ -100,8 +100,7 @@ def states_are_kept_otherwise(launch):
 
 
 def narrow_states_are_drafted(launch):
-    dtype = launch.flags.mamba_ssm_dtype or (launch.target and launch.target.text.get("mamba_ssm_dtype"))
-    if launch.drafter is None or dtype in (None, "float32"):
+    if launch.drafter is None or launch.state_dtype == "float32":
         return None
     return _of_states(launch, launch.asked("mamba_ssm_dtype", "speculative_algorithm"))
 

@@ -40,10 +40,15 @@ _SPARKS = "tests/e2e/test_two_sparks.py"
 TOGETHER_ON_A_CPU = {
     (RECURRENT, DRAFT): ON_A_CPU[RECURRENT], (RANKS, RECURRENT): _SPARKS, (RANKS, RECURRENT, DRAFT): _SPARKS,
 }  # fmt: skip
+# Classes of SGLang that have run, by the kind of layers; of another one no result is claimed.
+_RAN = {
+    None: ("Qwen3ForCausalLM", "LlamaForCausalLM"), RECURRENT: ("Qwen3_5ForCausalLM",),
+    EXPERTS: ("Qwen3_5MoeForCausalLM",), WINDOWS: ("Gemma3ForCausalLM",),
+}  # fmt: skip
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types (without _text) by the class of their recurrent layers; OTHER_RECURRENT is FP4-115's.
 _CLASSES = {"qwen3_5": RECURRENT, "qwen3_5_moe": EXPERTS}
 _ANY_RECURRENT = (RECURRENT, EXPERTS, OTHER_RECURRENT)
-_WINDOWED_CLASSES = ("Gemma3ForCausalLM",)  # OTHER_WINDOWS is FP4-118's
 # Pairs that rules of their own are about: FP4-098, FP4-100 and FP4-101.
 _TOLD = (
     (HOST_CACHE, DRAFTER), (WINDOWS, DRAFTER), (OTHER_WINDOWS, DRAFTER),
@@ -74,7 +79,7 @@ def _windowed(launch):
 
 def _windows_have_run(target):
     """Whether it is of a class that has run; layers that read another's K and V have not."""
-    known = any(name in _WINDOWED_CLASSES for name in target.architectures)
+    known = any(name in _RAN[WINDOWS] for name in target.architectures)
     return known and not target.text.get("num_kv_shared_layers")
 
 
@@ -110,7 +115,7 @@ def host_cache_differs(launch):
     """Names of flags by which a hierarchical cache differs from those that have run; empty for one like them."""
     flags = launch.flags
     wrong = {
-        "page_size": flags.page_size in (None, 1),
+        "page_size": flags.page_size != 64,
         "hicache_write_policy": flags.hicache_write_policy != "write_back",
         "speculative_algorithm": launch.drafter != "DFLASH",
     }
@@ -121,12 +126,29 @@ def _experts_differ(launch):
     """Whether experts run in another way than SGLang's own kernel on one rank, or beside states in BF16."""
     flags = launch.flags
     own = flags.moe_runner_backend in ("auto", "triton") and flags.moe_a2a_backend == "none"
-    return not own or flags.ep_size > 1 or flags.enable_eplb or flags.mamba_ssm_dtype not in (None, "float32")
+    return not own or flags.ep_size > 1 or flags.enable_eplb or launch.state_dtype != "float32"
+
+
+def class_has_run(launch):
+    """Whether SGLang's class of the target is one of a run, and it has experts where that one has.
+
+    A config that names no class is taken for one: SGLang does not load it.
+    """
+    target = launch.target
+    if target is None:
+        return True
+    kinds = [kind for kind in parts(launch) if kind in _RAN]
+    kind = kinds[0] if kinds else None
+    experts = any(map(target.text.get, _EXPERT_KEYS))
+    named = not target.architectures or any(name in _RAN[kind] for name in target.architectures)
+    return named and (kind == EXPERTS or not experts)
 
 
 def results(launch):
     """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
     asked = tuple(parts(launch))
+    if not class_has_run(launch):
+        return ()
     if RANKS in asked and launch.flags.tp_size not in PROVEN_TP:
         return ()
     if HOST_CACHE in asked and host_cache_differs(launch) or EXPERTS in asked and _experts_differ(launch):
@@ -181,9 +203,10 @@ def class_of_recurrent_layers_is_untested(launch):
 
 
 def class_of_windowed_layers_is_untested(launch):
-    if OTHER_WINDOWS not in parts(launch):
-        return None
+    """FP4-091 tells of those whose second pool is asked away."""
     target = launch.target
+    if OTHER_WINDOWS not in parts(launch) or target.window_pool is not None:
+        return None
     shared = f" and num_kv_shared_layers {target.text['num_kv_shared_layers']}" if target.text.get("num_kv_shared_layers") else ""
     named = ", ".join(target.architectures) or "no architecture"
     asked = f"{launch.asked('kv_cache_dtype')} for {target.path} with {named}{shared}"
@@ -196,7 +219,7 @@ def hierarchical_cache_differs(launch):
         return None
     names = host_cache_differs(launch)
     how = {
-        "page_size": "pages of one token", "hicache_write_policy": launch.flags.hicache_write_policy,
+        "page_size": f"pages of {launch.flags.page_size or 1}", "hicache_write_policy": launch.flags.hicache_write_policy,
         "speculative_algorithm": f"{launch.drafter} as the drafter" if launch.drafter else "no drafter",
     }  # fmt: skip
     asked = launch.asked("kv_cache_dtype", "enable_hierarchical_cache", *names)

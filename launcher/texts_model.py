@@ -32,7 +32,7 @@ TEXTS = {
     "FP4-039": Text(
         name="nvfp4-on-a-window-pool",
         says="{path} gets a second pool for its windowed layers",
-        why="SGLang gives neither of the two pools a quantization method, sizes both by one or two bytes an element, and lists the second one's slots by a table that nothing has shown the packed readers to follow. It would take both pools and their sizes in NVFP4, and a run in which tokens leave the window. Windows in one pool (Gemma 2 and 3, Olmo 3, Exaone 4) are served",
+        why="SGLang gives neither of the two pools a quantization method, sizes both by one or two bytes an element, and lists the second one's slots by a table that nothing has shown the packed readers to follow. It would take both pools and their sizes in NVFP4, and a run in which tokens leave the window. Windows in one pool are served, of the classes that FP4-118 lets through",
         evidence=_SERVER,
         help=_FP8,
     ),

@@ -17,7 +17,7 @@ TEXTS = {
         says="{drafter} is asked for on {path}, whose windowed layers were tried with DFLASH alone",
         why="the readers count a window from a token's row in the drafted block; in a tree that is not its position, so a branch would see fewer tokens than plain decode does, and chains of this drafter have not been run with windows. It would take the tokens' positions in every kernel that reads a block",
         evidence=f"sglang_fp4kv/kernels/decode_nvfp4.py; tests/e2e/test_windows.py; {_SERVER}",
-        help="--speculative-algorithm DFLASH",
+        help="leave out --speculative-algorithm",
     ),
     "FP4-102": Text(
         name="parts-tried-one-at-a-time",
@@ -43,7 +43,7 @@ TEXTS = {
     "FP4-118": Text(
         name="class-of-windowed-layers-untested",
         says="{path} has windowed layers in the one KV pool, and no result of a run of that class is on file",
-        why="the server that was tested has the text-only class of Gemma 3; another class may count its windows, cap its scores, mask images or share K and V between layers by code of its own. It would take the trial that Gemma 3 had: equal answers with and without the drafter, many windows deep, and near BF16 KV's",
+        why="the server that was tested has the text-only class of Gemma 3; another class may count its windows, cap its scores, mask images or share K and V between layers by code of its own. It would take the trial that Gemma 3 had: answers many windows deep, near BF16 KV's, and the same in CUDA graphs and eager",
         evidence="tests/e2e/test_windows.py; tests/bench/results/h200_windows.json",
         help="--allow FP4-118, or --kv-cache-dtype fp8_e4m3",
     ),

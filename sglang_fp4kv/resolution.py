@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_fp4kv import formats
 from sglang_fp4kv.checkpoint_scales import check_scales, checkpoint_folder
+from sglang_fp4kv.model_classes import never_windowed
 from sglang_fp4kv.served import (
     BACKEND,
     DRAFT_DTYPE_DEFAULT,
@@ -152,7 +153,9 @@ def _gated_delta(model):
 
 
 def _windowed(model):
-    """Whether layers have a window in the one pool, as the configuration class has them."""
+    """Whether layers have a window in the one pool, as the configuration class has them and SGLang's class keeps to."""
+    if never_windowed(getattr(model.hf_config, "architectures", None) or ()):
+        return False
     text = model.hf_text_config
     kinds = getattr(text, "layer_types", None)
     if kinds:

@@ -265,6 +265,20 @@ def test_answers_that_change_after_the_soak(tmp_path):
     assert failing(checks) == {"soak"} and "17x23 after 0.6: different at token" in checks["soak"]["summary"]
 
 
+@pytest.mark.parametrize("drafter", ["DFLASH", "NGRAM"])
+def test_an_accept_length_that_is_reported_once_is_no_pass(tmp_path, drafter):
+    counts = {}
+
+    def meta(n, body, meta):
+        counts[question(body)] = counts.get(question(body), 0) + 1
+        meta["spec_accept_length"] = 5.5 if counts[question(body)] < 3 else None
+
+    with FakeServer(meta=meta, info={"speculative_algorithm": drafter}) as target:
+        checks = run(tmp_path, target, "prefix-cache")
+    assert checks["prefix-cache"]["status"] == "not run"
+    assert "an accept length for one of two equal answers" in checks["prefix-cache"]["summary"]
+
+
 @pytest.mark.parametrize(
     ("drafter", "last", "failed"), [("DFLASH", 4.0, True), ("NGRAM", 4.0, False), ("NGRAM", 1.0, True)]
 )

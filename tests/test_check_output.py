@@ -229,6 +229,19 @@ def test_rescore_tells_another_wording_from_another_verdict(full, tmp_path, caps
     assert "NOT the verdict on file, which is pass" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stored", [[], None, "x", {"verdict": "pass", "checks": ["a"]}, {"checks": {"a": "pass", "b": None}}])
+def test_rescore_beside_a_verdict_that_is_none(full, tmp_path, capsys, stored):
+    folder, _ = full
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "verdict.json").write_text(json.dumps(stored))
+    assert cli.main(["check", "--rescore", str(copy)]) == 0
+    said = "NOT the verdict on file" if isinstance(stored, dict) else "no verdict is on file there"
+    assert said in capsys.readouterr().err
+
+
 def test_a_skipped_check_is_listed_and_leaves_the_exit_code(tmp_path, capsys):
     with FakeServer() as target:
         base = ["check", "--url", target.url, "--suite", "pair", "--only", "arithmetic,agreement"]

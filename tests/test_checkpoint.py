@@ -33,7 +33,8 @@ def test_weights_count_as_loaded(tmp_path):
         ("model.layers.0.mlp.experts.gate_up_proj_pre_quant_scale", {INPUT_SCALED}),
         ("model.layers.0.mlp.up_proj.pre_quant_scale", {INPUT_SCALED}),
         ("lm_head.weight_scale", {PACKED_HEAD, QUANTIZED, OTHERWISE}),
-        ("lm_head.weight_scale_2", {NVFP4_WEIGHTS, QUANTIZED}),
+        ("lm_head.weight_scale_2", {NVFP4_WEIGHTS, PACKED_HEAD, QUANTIZED}),
+        ("language_model.lm_head.weight_scale_2", {NVFP4_WEIGHTS, PACKED_HEAD, QUANTIZED}),
     ],
 )
 def test_packed_weights_are_known_by_their_scales(tmp_path, name, kinds):

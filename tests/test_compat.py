@@ -83,7 +83,35 @@ def test_a_feature_works_where_a_run_is_on_file(row):
         assert bool(found.results) == (found.status == "works") and all((ROOT / name).is_file() for name in found.results)
     for found in on_gpus:
         runs = [json.loads((ROOT / name).read_text()) for name in found.results]
-        assert all(run["gpu"] == "NVIDIA H200" and not run.get("failed") and not run.get("broken") for run in runs)
+        for run in runs:
+            wrong = [run[key] for key in ("failed", "broken", "unfinished") if key in run]
+            assert run["gpu"] == "NVIDIA H200" and wrong and not any(wrong)
+            servers = run.get("reports") or {
+                name: found.get("report") for name, found in run["servers"].items()
+            }
+            assert any(r and r["target"]["dtype"] == "float4_e2m1fn_x2" for r in servers.values())
+
+
+def test_each_feature_is_shown_by_its_own_files():
+    shown = {
+        row.name: {Path(name).name for place in compat_features.PLACES for name in compat_features.verdict(row, place).results}
+        for row in compat_features.ROWS
+    }
+    assert {name: files for name, files in shown.items() if files} == {
+        "full attention": {"test_nvfp4_serving.py", "h200_pair.json", "h200_smollm2.json"},
+        "full attention, a DFlash2 draft with windows": {"test_draft_serving.py", "h200_dflash2.json"},
+        "full attention, a window by `--speculative-draft-window-size`": {"test_draft_serving.py"},
+        "gated-delta hybrid (Qwen3.5)": {"test_hybrid_serving.py", "h200_hybrid.json"},
+        "gated-delta hybrid, DFLASH": {"test_hybrid_serving.py", "h200_hybrid.json"},
+        "gated-delta hybrid, a DFlash2 draft": {"test_hybrid_serving.py"},
+        "gated-delta hybrid with experts (Qwen3.5-MoE), DFLASH": {"test_hybrid_moe.py", "h200_hybrid_moe.json"},
+        "windowed layers in one pool (Gemma 3)": {"test_windows.py", "h200_windows.json"},
+        "NVFP4 weights, full attention, DFLASH": {"test_nvfp4_weights.py"},
+        "NVFP4 weights, gated-delta hybrid, DFLASH": {"h200_weights.json"},
+        "hierarchical cache with write_back and pages of 64, DFLASH": {"test_hierarchical_cache.py", "h200_host_cache.json"},
+        "two ranks, DFLASH": {"test_nvfp4_parallel.py", "h200x2_pair.json"},
+        "two ranks, gated-delta hybrid, a DFlash2 draft": {"test_two_sparks.py"},
+    }
 
 
 def test_no_feature_is_said_to_work_on_blackwell():

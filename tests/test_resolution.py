@@ -12,7 +12,7 @@ from launches import NVFP4, cached, launch, scales, write_safetensors
 
 MODEL = {
     "head_dim": 64, "v_head_dim": 64, "dtype": "torch.bfloat16", "is_hybrid_swa": False,
-    "has_attention_sinks": False, "hf_text_config": SimpleNamespace(),
+    "has_attention_sinks": False, "hf_text_config": SimpleNamespace(), "hf_config": SimpleNamespace(architectures=None),
 }  # fmt: skip
 WINDOWS = {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
 ARGS = {
@@ -235,6 +235,16 @@ def test_windows_are_drafted_for_by_dflash_alone(resolve, text, windowed):
     assert resolve(model) == resolve()
     assert resolve(model, speculative_algorithm="DFLASH") == resolve(speculative_algorithm="DFLASH")
     if not windowed:
+        assert resolve(model, speculative_algorithm="NGRAM") == resolve()
+        return
+    with pytest.raises(ValueError, match="does not serve NGRAM on a model with windowed layers"):
+        resolve(model, speculative_algorithm="NGRAM")
+
+
+@pytest.mark.parametrize(("name", "refused"), [("MistralForCausalLM", False), ("Gemma2ForCausalLM", True)])
+def test_windows_that_sglangs_class_does_not_keep_to_are_none(resolve, name, refused):
+    model = {"hf_text_config": SimpleNamespace(sliding_window=512), "hf_config": SimpleNamespace(architectures=[name])}
+    if not refused:
         assert resolve(model, speculative_algorithm="NGRAM") == resolve()
         return
     with pytest.raises(ValueError, match="does not serve NGRAM on a model with windowed layers"):

@@ -117,7 +117,6 @@ CASES = {
     "FP4-090": drafted("--speculative-accept-threshold-acc", "0.9"),
     "FP4-091": {
         "flags": [*NVFP4, "--disable-hybrid-swa-memory"], "target": {"architectures": ["MellumForCausalLM"]},
-        "with": ["FP4-118"],
     },
     "FP4-095": drafted(*HICACHE),
     "FP4-096": {**plain(*HICACHE, "--hicache-storage-backend", "file"), "with": ["FP4-095"]},
@@ -139,7 +138,8 @@ CASES = {
     "FP4-115": model(**{**HYBRID, "model_type": "qwen3_next"}),
     "FP4-116": plain("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4", "--page-size", "16"),
     "FP4-117": {**plain(*HICACHE, "--disable-radix-cache"), "with": ["FP4-095"]},
-    "FP4-118": model(**{**WINDOWED, "architectures": ["MistralForCausalLM"]}),
+    "FP4-118": model(**{**WINDOWED, "architectures": ["Gemma2ForCausalLM"]}),
+    "FP4-119": drafted(target={"architectures": ["Gemma2ForCausalLM"]}),
 }  # fmt: skip
 
 

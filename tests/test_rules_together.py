@@ -19,7 +19,7 @@ PARTS = {
     together.EXPERTS: {"target": {**HYBRID, "model_type": "qwen3_5_moe_text"}},
     together.OTHER_RECURRENT: {"target": {**HYBRID, "model_type": "qwen3_next"}},
     together.WINDOWS: {"target": WINDOWED},
-    together.OTHER_WINDOWS: {"target": {**WINDOWED, "architectures": ["MistralForCausalLM"]}},
+    together.OTHER_WINDOWS: {"target": {**WINDOWED, "architectures": ["Qwen3ForCausalLM"]}},
     together.DRAFT: {"flags": DFLASH, "draft": dflash2()},
     together.DRAFT_WINDOW: {"flags": [*DFLASH, "--speculative-draft-window-size", "512"]},
     together.DRAFTER: {"flags": ["--speculative-algorithm", "EAGLE3"]},
@@ -42,10 +42,13 @@ def asked(tmp_path, names, *flags):
     return launch(tmp_path, words, on=machine(NO_GPU), **folders)
 
 
-def unknown_class(names):
-    """The rule about layers of a class that never ran, where they are among ``names``."""
+def unknown_class(names, drafted=False):
+    """The rules about layers of a class that never ran, where they are among ``names``, and about Gemma 3, whose class
+    has nothing for a DFlash draft (``drafted``, or among ``names``)."""
     rules = {together.OTHER_RECURRENT: "FP4-115", together.OTHER_WINDOWS: "FP4-118"}
-    return [rules[name] for name in names if name in rules]
+    drafted = drafted or together.DRAFT in names or together.DRAFT_WINDOW in names
+    refused = ["FP4-119"] if drafted and together.WINDOWS in names else []
+    return [*(rules[name] for name in names if name in rules), *refused]
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -56,7 +59,7 @@ def test_a_part_alone_and_with_a_plain_draft_is_accepted(tmp_path, name):
     assert bool(together.results(as_run)) is (not unknown_class([name]))
     if alone.drafter is None:
         drafted = asked(tmp_path, [name], *DFLASH)
-        assert together.parts(drafted) == [name] and [r.id for r in judge(drafted)] == unknown_class([name])
+        assert together.parts(drafted) == [name] and [r.id for r in judge(drafted)] == unknown_class([name], drafted=True)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
@@ -137,7 +140,7 @@ def test_the_host_cache_of_recurrent_layers_is_refused_on_a_gpu(tmp_path, flags,
     ("changed", "how"),
     [
         ([], None),
-        (["--page-size", "1"], "pages of one token"),
+        (["--page-size", "1"], "pages of 1"),
         (["--hicache-write-policy", "write_through"], "write_through"),
         (["--hicache-write-policy", "write_through_selective"], "write_through_selective"),
     ],
@@ -153,13 +156,13 @@ def test_a_hierarchical_cache_of_another_kind_is_refused_on_a_gpu(tmp_path, chan
 
 def test_sglangs_own_hierarchical_cache_is_named(tmp_path):
     (only,) = judge(launch(tmp_path, [*NVFP4, *HICACHE]))
-    assert "with pages of one token and write_through and no drafter, and" in only.says
+    assert "with pages of 1 and write_through and no drafter, and" in only.says
 
 
 @pytest.mark.parametrize(
     "target",
     [
-        {"architectures": ["Gemma3ForConditionalGeneration"]}, {"architectures": ["Qwen2ForCausalLM"]},
+        {"architectures": ["Gemma3ForConditionalGeneration"]}, {"architectures": ["Gemma2ForCausalLM"]},
         {"num_kv_shared_layers": 2}, {"architectures": []},
     ],
 )  # fmt: skip
@@ -168,6 +171,26 @@ def test_windows_of_a_class_that_never_ran_are_refused(tmp_path, target):
         (only,) = judge(launch(tmp_path, on, target=WINDOWED | target))
         assert only.id == "FP4-118" and together.results(launch(tmp_path, on, target=WINDOWED | target)) == ()
     assert ("num_kv_shared_layers 2" in only.asked) is ("num_kv_shared_layers" in target)
+
+
+@pytest.mark.parametrize("name", ["MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
+def test_classes_of_sglang_without_windows_have_none(tmp_path, name):
+    """Whatever config.json says, and whichever drafter is asked for."""
+    target = {"architectures": [name], "sliding_window": 4096}
+    for flags in ([], ["--speculative-algorithm", "NGRAM"]):
+        asked_for = launch(tmp_path, [*NVFP4, *flags], target=target)
+        assert judge(asked_for) == [] and together.WINDOWS not in together.parts(asked_for)
+    assert judge(launch(tmp_path, NVFP4, target=target | {"architectures": ["Exaone4ForCausalLM"]}))
+
+
+@pytest.mark.parametrize("kind", [together.RECURRENT, together.EXPERTS, together.WINDOWS])
+def test_a_class_of_sglang_that_has_not_run_names_no_result(tmp_path, kind):
+    """It is served all the same: the readers do not know of it."""
+    target = PARTS[kind]["target"]
+    assert together.results(launch(tmp_path, NVFP4, target=target))
+    for name in ("Qwen3_5ForConditionalGeneration", "Qwen3MoeForCausalLM"):
+        other = launch(tmp_path, NVFP4, target=target | {"architectures": [name]})
+        assert together.results(other) == () and [r.id for r in judge(other)] in ([], ["FP4-118"])
 
 
 @pytest.mark.parametrize("drafter", ["EAGLE3", "STANDALONE"])
@@ -191,3 +214,4 @@ def test_experts_that_run_in_another_way_name_no_result(tmp_path, flags):
     for on in (NVFP4, CPU):
         assert together.results(launch(tmp_path, on, target=target))
         assert together.results(launch(tmp_path, [*on, *flags], target=target)) == ()
+        assert together.results(launch(tmp_path, on, target=target | {"mamba_ssm_dtype": "bfloat16"})) == ()

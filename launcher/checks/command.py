@@ -216,7 +216,10 @@ def _rescore(args):
 
 
 def _statuses(verdict):
-    return verdict.get("verdict"), {id: check.get("status") for id, check in (verdict.get("checks") or {}).items()}
+    """The verdict and each check's status; what is on file may have been changed by hand."""
+    checks = verdict.get("checks")
+    named = checks.items() if isinstance(checks, dict) else ()
+    return verdict.get("verdict"), {id: c.get("status") if isinstance(c, dict) else c for id, c in named}
 
 
 def _show(args, verdict):

@@ -99,10 +99,11 @@ def _cache_items(recording, server):
         if first is None:
             continue
         repeat = same.judge(recording, second, third, f"{prompt.id} again", outright=not learns)
-        if repeat.status == PASS and _accepts_otherwise(second.accept_length, third.accept_length, learns):
-            repeat = Item(
-                repeat.name, FAIL, f"accept length {second.accept_length:.3f}, then {third.accept_length:.3f}"
-            )
+        lengths = second and second.accept_length, third and third.accept_length
+        if repeat.status == PASS and lengths.count(None) == 1:
+            repeat = Item(repeat.name, NOT_RUN, "the server reports an accept length for one of two equal answers")
+        elif repeat.status == PASS and _accepts_otherwise(*lengths, learns):
+            repeat = Item(repeat.name, FAIL, "accept length {:.3f}, then {:.3f}".format(*lengths))
         if repeat.status == PASS and second.cached_tokens == 0:
             repeat = Item(repeat.name, NOT_RUN, "the second answer took nothing from the prefix cache")
         repeats.append(repeat)

@@ -215,5 +215,7 @@ def rescore(folder):
         stored = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
         return verdict, None
+    if not isinstance(stored, dict):
+        return verdict, None
     verdict["seconds"] = stored.get("seconds")
     return verdict, stored

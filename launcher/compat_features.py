@@ -70,7 +70,7 @@ ROWS = (
     Row("gated-delta hybrid, a DFlash2 draft", _HYBRID, _DFLASH2),
     Row("gated-delta hybrid, NGRAM", _HYBRID, flags=("--speculative-algorithm", "NGRAM")),
     Row("gated-delta hybrid with experts (Qwen3.5-MoE), DFLASH", _MOE, {}),
-    Row("gated-delta hybrid with a vision tower (Qwen3_5ForConditionalGeneration), DFLASH", _VISION, {}),
+    Row("gated-delta hybrid with a vision tower (Qwen3_5ForConditionalGeneration), text, DFLASH", _VISION, {}),
     Row("Qwen3-Next", _HYBRID | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}),
     Row("windowed layers in one pool (Gemma 3)", _GEMMA3),
     Row("windowed layers in one pool (Gemma 3), DFLASH", _GEMMA3, {}),

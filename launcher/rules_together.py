@@ -45,6 +45,7 @@ _RAN = {
     None: ("Qwen3ForCausalLM", "LlamaForCausalLM"), RECURRENT: ("Qwen3_5ForCausalLM",),
     EXPERTS: ("Qwen3_5MoeForCausalLM",), WINDOWS: ("Gemma3ForCausalLM",),
 }  # fmt: skip
+_PUBLISHED = "Qwen3_5ForConditionalGeneration"  # has answered text on a CPU, alone and with a plain draft
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types (without _text) by the class of their recurrent layers; OTHER_RECURRENT is FP4-115's.
 _CLASSES = {"qwen3_5": RECURRENT, "qwen3_5_moe": EXPERTS}
@@ -148,7 +149,8 @@ def results(launch):
     """Paths of what shows the parts that ``launch`` asks for, alone or together; none where nothing does."""
     asked = tuple(parts(launch))
     if not class_has_run(launch):
-        return ()
+        published = launch.on_cpu and asked == (RECURRENT,) and _PUBLISHED in launch.target.architectures
+        return (ON_A_CPU[RECURRENT],) if published and launch.drafter in (None, "DFLASH") else ()
     if RANKS in asked and launch.flags.tp_size not in PROVEN_TP:
         return ()
     if HOST_CACHE in asked and host_cache_differs(launch) or EXPERTS in asked and _experts_differ(launch):

@@ -104,6 +104,7 @@ def test_each_feature_is_shown_by_its_own_files():
         "gated-delta hybrid (Qwen3.5)": {"test_hybrid_serving.py", "h200_hybrid.json"},
         "gated-delta hybrid, DFLASH": {"test_hybrid_serving.py", "h200_hybrid.json"},
         "gated-delta hybrid, a DFlash2 draft": {"test_hybrid_serving.py"},
+        "gated-delta hybrid with a vision tower (Qwen3_5ForConditionalGeneration), text, DFLASH": {"test_hybrid_serving.py"},
         "gated-delta hybrid with experts (Qwen3.5-MoE), DFLASH": {"test_hybrid_moe.py", "h200_hybrid_moe.json"},
         "windowed layers in one pool (Gemma 3)": {"test_windows.py", "h200_windows.json"},
         "NVFP4 weights, full attention, DFLASH": {"test_nvfp4_weights.py"},

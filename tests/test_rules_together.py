@@ -183,6 +183,14 @@ def test_classes_of_sglang_without_windows_have_none(tmp_path, name):
     assert judge(launch(tmp_path, NVFP4, target=target | {"architectures": ["Exaone4ForCausalLM"]}))
 
 
+def test_the_published_class_of_a_hybrid_has_answered_on_a_cpu(tmp_path):
+    target = {**HYBRID, "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    for flags, shown in (([], True), (DFLASH, True), (["--tp-size", "2"], False)):
+        assert bool(together.results(launch(tmp_path, [*CPU, *flags], target=target))) is shown
+        assert together.results(launch(tmp_path, [*NVFP4, *flags], target=target)) == ()
+    assert together.results(launch(tmp_path, [*CPU, *DFLASH], target=target, draft=dflash2())) == ()
+
+
 @pytest.mark.parametrize("kind", [together.RECURRENT, together.EXPERTS, together.WINDOWS])
 def test_a_class_of_sglang_that_has_not_run_names_no_result(tmp_path, kind):
     """It is served all the same: the readers do not know of it."""

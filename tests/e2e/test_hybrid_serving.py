@@ -3,7 +3,7 @@
 Random weights put near-ties everywhere, so that a wrong state or a wrong row of the pool changes tokens. Prompts
 that the oracle knows are accepted in part, up to every fifth token; all others are drafted by the random draft,
 nearly always wrongly. So states are rolled back by every number of tokens. A plain draft does so, and a DFlash2 draft with
-windows.
+windows. The class that Qwen3.5 is published in, with a vision tower, is to answer text as the text-only class does.
 """
 
 import json
@@ -19,7 +19,7 @@ from launcher.plan_rows import Budget, make_plan
 from sglang_fp4kv import formats
 from tests.e2e.server import embedded_server, empty_cache, plugin_path
 from tests.e2e.test_nvfp4_memory import ask_together, tokens_of, used_tokens
-from tests.e2e.tiny_models import INTERVAL, build_dflash2, build_draft, build_hybrid
+from tests.e2e.tiny_models import INTERVAL, build_dflash2, build_draft, build_hybrid, build_published_hybrid
 
 pytestmark = pytest.mark.e2e
 
@@ -135,6 +135,18 @@ def dflash2(scratch, models, dflash2_draft, oracle):
         return examine(server.url)
 
 
+@pytest.fixture(scope="module")
+def published_model(scratch, models):
+    return build_published_hybrid(scratch / "published", models[0])
+
+
+@pytest.fixture(scope="module", params=["undrafted", "drafted"])
+def published(request, scratch, models, published_model, oracle):
+    flags = drafter(models[1]) if request.param == "drafted" else ()
+    with serve(published_model, scratch / f"published-{request.param}.log", *flags, FP4KV_ORACLE=oracle) as server:
+        return request.param, examine(server.url)
+
+
 @pytest.fixture(params=["plain", "dflash2"])
 def drafted(request):
     return request.getfixturevalue(request.param)
@@ -183,6 +195,7 @@ def check_pools(report, target, draft):
     """The server's ``report`` beside the plan of the same flags, to the token. ``draft``: None without a drafter."""
     plan, row = planned(target, draft)
     config = json.loads((target / "config.json").read_text())
+    config = config.get("text_config", config)
     layers = config["num_hidden_layers"] // INTERVAL
     recurrent = config["num_hidden_layers"] - layers
     per_token = formats.bytes_per_token(config["head_dim"], config["num_key_value_heads"], layers)
@@ -205,3 +218,17 @@ def test_pools_and_states_are_as_planned_to_the_token(request, models, dflash2_d
     check_pools(report, models[0], draft)
     if side == "dflash2":
         assert report["draft"]["modules"] == ["grouped convolution", "candidate selector"]
+
+
+def test_the_published_class_answers_text_as_the_text_only_one(undrafted, published):
+    side, answers = published
+    assert (answers.alone, answers.strange) == (undrafted.alone, undrafted.strange)
+    assert (answers.identical, answers.repeated) == (undrafted.identical, undrafted.repeated)
+    assert answers.cached == undrafted.cached and answers.used_tokens == 0
+    if side == "drafted":
+        assert all(1.5 < answers.accept_lengths[name] < 8 for name in ALONE), answers.accept_lengths
+
+
+def test_the_published_classes_pools_are_as_planned(models, published_model, published):
+    side, answers = published
+    check_pools(answers.report, published_model, models[1] if side == "drafted" else None)

@@ -132,6 +132,48 @@ def build_hybrid(folder: Path, seed: int = 0, **sizes: int) -> Path:
     return folder
 
 
+def build_published_hybrid(folder: Path, source: Path, seed: int = 0) -> Path:
+    """``source``, of build_hybrid, as Qwen3.5 is published: with a vision tower of random weights beside the text model,
+    positions for images (M-RoPE), and a processor."""
+    from transformers import (
+        AutoTokenizer, Qwen2VLImageProcessor, Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )  # fmt: skip
+
+    text = json.loads((source / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    patches = {"patch_size": 16, "merge_size": 2}
+    vision = {
+        "depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": text["hidden_size"],
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    names = {key: f"<|{key}|>" for key in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(names.values())), strict=True))
+    config = Qwen3_5Config(
+        text_config={key: value for key, value in text.items() if key != "architectures"}, vision_config=vision,
+        image_token_id=ids["image_pad"], video_token_id=ids["video_pad"], tie_word_embeddings=False,
+        vision_start_token_id=ids["vision_start"], vision_end_token_id=ids["vision_end"],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    whole = Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16).state_dict()
+    tensors = {name: tensor.contiguous() for name, tensor in whole.items() if ".visual." in name}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name] = tensor
+    assert set(tensors) == set(whole)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described = config.to_dict() | {"architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
+    described["text_config"]["rope_parameters"] = text["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(described, indent=1, default=str))
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches), tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches),
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
 def _hybrid_shapes(config: dict) -> dict[str, tuple]:
     """Names and shapes of a Qwen3.5 checkpoint's tensors."""
     hidden, inner, head_dim = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))

@@ -163,18 +163,23 @@ def test_the_first_answer_may_differ_within_its_bound(tmp_path, margin, failed):
     assert probed and not probed & {body["cache_salt"] for body in target.asked}
 
 
+def accepting(length, last):
+    """Accept lengths of ``length`` twice for each prompt, then ``last``."""
+    counts = {}
+
+    def meta(n, body, meta):
+        counts[question(body)] = counts.get(question(body), 0) + 1
+        meta["spec_accept_length"] = length if counts[question(body)] < 3 else last
+
+    return meta
+
+
 @pytest.mark.parametrize(
     ("drafter", "last", "failed"), [("DFLASH", 4.0, True), ("NGRAM", 4.0, False), ("NGRAM", 7.0, False), ("NGRAM", 1.0, True)]
 )
 def test_an_accept_length_that_changes_with_the_same_answer(tmp_path, drafter, last, failed):
     """NGRAM's drafts are what it has answered before; one that no longer drafts is found all the same."""
-    counts = {}
-
-    def meta(n, body, meta):
-        counts[question(body)] = counts.get(question(body), 0) + 1
-        meta["spec_accept_length"] = 5.5 if counts[question(body)] < 3 else last
-
-    with FakeServer(meta=meta, info={"speculative_algorithm": drafter}) as target:
+    with FakeServer(meta=accepting(5.5, last), info={"speculative_algorithm": drafter}) as target:
         checks = run(tmp_path, target, "prefix-cache")
     assert bool(failing(checks)) is failed
     assert (f"accept length 5.500, then {last:.3f}" in checks["prefix-cache"]["summary"]) is failed
@@ -267,13 +272,7 @@ def test_answers_that_change_after_the_soak(tmp_path):
 
 @pytest.mark.parametrize("drafter", ["DFLASH", "NGRAM"])
 def test_an_accept_length_that_is_reported_once_is_no_pass(tmp_path, drafter):
-    counts = {}
-
-    def meta(n, body, meta):
-        counts[question(body)] = counts.get(question(body), 0) + 1
-        meta["spec_accept_length"] = 5.5 if counts[question(body)] < 3 else None
-
-    with FakeServer(meta=meta, info={"speculative_algorithm": drafter}) as target:
+    with FakeServer(meta=accepting(5.5, None), info={"speculative_algorithm": drafter}) as target:
         checks = run(tmp_path, target, "prefix-cache")
     assert checks["prefix-cache"]["status"] == "not run"
     assert "an accept length for one of two equal answers" in checks["prefix-cache"]["summary"]

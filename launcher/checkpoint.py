@@ -40,8 +40,8 @@ class Checkpoint:
     ``weights_bytes``: what they take once loaded; FP32 counts half, since it is loaded in 16 bits at
     the least. ``kv_scales``: layer id -> {"k": values, "v": values} of the target's own layers, a value None
     where it is not one plain float. ``modules``: those of a DFlash2 draft that have tensors in it. ``weights``:
-    which of NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD, QUANTIZED and OTHERWISE it holds. ``problem``: why the files could not
-    be read, None where they could.
+    which of NVFP4_WEIGHTS, INPUT_SCALED, PACKED_HEAD, QUANTIZED and OTHERWISE it holds. ``problem``: why the files
+    could not be read, None where they could.
     """
 
     weights_bytes: int | None = None

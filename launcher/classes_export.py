@@ -20,6 +20,7 @@ _MODELS = "sglang.srt.models"
 _METHODS = {can: f"set_{can}_layers_to_capture" for can in CAPTURES.values()}
 
 
+@cache
 def _folder():
     return Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")
 
@@ -29,6 +30,7 @@ def _tree(file):
     return ast.parse(file.read_text("utf-8"))
 
 
+@cache
 def _imports(file):
     """Name -> (file, name there) of what ``file`` imports from other files of models."""
     found = {}
@@ -40,6 +42,7 @@ def _imports(file):
     return found
 
 
+@cache
 def _classes(file):
     return {node.name: node for node in _tree(file).body if isinstance(node, ast.ClassDef)}
 

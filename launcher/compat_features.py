@@ -19,8 +19,8 @@ from launcher.rules import FAILS, RULES
 PATCHED = PatchState("applied", Path(), "0.5.23", "0.5.23", {})
 PLACES = ("a CPU", "sm_90", "sm_121")
 _TARGET = {
-    "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "dtype": "bfloat16", "max_position_embeddings": 4096,
+    "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "dtype": "bfloat16", "max_position_embeddings": 4096,
 }  # fmt: skip
 _HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "full_attention_interval": 4,
@@ -45,8 +45,6 @@ _DFLASH2 = {
 }  # fmt: skip
 _PACKED = "model.layers.0.mlp.up_proj.weight_scale_2"
 _HICACHE = ("--enable-hierarchical-cache", "--hicache-io-backend", "direct")  # the way that a CPU has, too
-
-
 _AS_SERVED = ("--page-size", "64", "--hicache-write-policy", "write_back")
 
 

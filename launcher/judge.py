@@ -18,10 +18,9 @@ from launcher.refusal import Refused, refusal
 from launcher.results import results_for
 from launcher.rules_drafter import found_draft
 from launcher.verdict import Verdict, render_verdict
-from sglang_fp4kv.served import DRAFTERS_WITHOUT_MODEL
+from sglang_fp4kv.served import DRAFTERS_WITH_MODEL, DRAFTERS_WITHOUT_MODEL
 
 WORKS, UNTESTED, FAILS = "works", rules.UNTESTED, rules.FAILS
-_DRAFTERS_WITH_A_MODEL = ("DFLASH", "EAGLE3", "STANDALONE", *MODULES)
 _LARGEST = 1 << 40
 
 
@@ -208,7 +207,7 @@ def _check_pairing(flags, target):
             if value is not None:
                 flag = f"--speculative-{name.replace('_', '-')} {value}"
                 raise UsageError(f"{flag}: {algorithm} drafts without a model, and so without a pool of its own")
-    if algorithm is None or algorithm.upper() not in _DRAFTERS_WITH_A_MODEL:
+    if algorithm is None or algorithm.upper() not in DRAFTERS_WITH_MODEL:
         return
     inside = algorithm.upper() in MODULES and (target is None or target.mtp_head)
     if draft is None and not inside:

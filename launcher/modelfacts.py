@@ -33,8 +33,8 @@ class ModelFacts:
     each runs. ``traits``: what SGLang keeps otherwise, and ``unread``: figures that are not in the file
     (launcher/model_kinds.py). ``dtype``: of the weights as the config names it. ``folder``: with the
     weights. ``snapshot``: the hub commit the folder is a snapshot of. ``quantization``: of the weights as
-    config.json names it, "unnamed" where it names none. ``dflash``: what it asks for as a DFlash draft.
-    ``text``: the language model's part of config.json as it stands there.
+    config.json names it, "unnamed" where it names none. ``quant_algo``: ModelOpt's name of it, also from a file of
+    its own. ``dflash``: what it asks for as a DFlash draft. ``text``: the language model's part of config.json as it stands there.
     """
 
     path: str

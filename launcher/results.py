@@ -22,14 +22,14 @@ _SIZES = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size", "nnodes")
 def results_for(launch):
     """Paths of what shows launches like ``launch`` to work; none where nothing does."""
     plain = launch.kv_dtype in FP4 or launch.gpu is None or launch.gpu.sm == "sm_90"
-    if not launch.on_triton or not plain:
+    if not launch.on_triton or not plain or not launch.in_bf16:
         return ()
     parts = together.parts(launch)
     if _quantized(launch):
         return packed_weights(launch)
     if launch.kv_dtype == "nvfp4" and parts:
-        return together.results(launch) if launch.in_bf16 else ()
-    if launch.drafter not in (None, "DFLASH") or not together.class_has_run(launch) or not launch.in_bf16:
+        return together.results(launch)
+    if launch.drafter not in (None, "DFLASH") or not together.class_has_run(launch):
         return ()
     dtype = "bf16" if launch.kv_dtype == "bfloat16" else launch.kv_dtype
     names = RESULTS.get((dtype, launch.drafter is not None), ())

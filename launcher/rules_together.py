@@ -7,7 +7,7 @@ from itertools import combinations
 
 from launcher.model_kinds import base_type
 from launcher.rules_attention import PROVEN_TP
-from sglang_fp4kv.served import TREE_DRAFTERS
+from sglang_fp4kv.served import DRAFTERS_WITH_MODEL, TREE_DRAFTERS
 
 RANKS, HOST_CACHE = "several ranks", "the hierarchical cache"
 RECURRENT, EXPERTS = "recurrent layers", "recurrent layers with experts"
@@ -46,6 +46,7 @@ _RAN = {
     EXPERTS: ("Qwen3_5MoeForCausalLM",), WINDOWS: ("Gemma3ForCausalLM",),
 }  # fmt: skip
 _PUBLISHED = "Qwen3_5ForConditionalGeneration"  # has answered text on a CPU, alone and with a plain draft
+_SHARED_KEY = "num_kv_shared_layers"
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types (without _text) by the class of their recurrent layers; OTHER_RECURRENT is FP4-115's.
 _CLASSES = {"qwen3_5": RECURRENT, "qwen3_5_moe": EXPERTS}
@@ -78,14 +79,17 @@ def _windowed(launch):
     return target is not None and target.sliding and (target.window_pool is None or one_pool)
 
 
-def _windows_have_run(target):
-    """Whether it is of a class that has run; layers that read another's K and V have not."""
-    known = any(name in _RAN[WINDOWS] for name in target.architectures)
-    return known and not target.text.get("num_kv_shared_layers")
+def _window_class(launch):
+    """WINDOWS or OTHER_WINDOWS, which layers that read another's K and V are; None without windows in the one pool."""
+    if not _windowed(launch):
+        return None
+    known = any(name in _RAN[WINDOWS] for name in launch.target.architectures)
+    return WINDOWS if known and not launch.target.text.get(_SHARED_KEY) else OTHER_WINDOWS
 
 
 def _draft_window(launch):
-    return launch.drafter != "NGRAM" and launch.flags.speculative_draft_window_size is not None
+    """Whether a drafter with a model is given a window by a flag; one in the draft's config is _changed_draft's."""
+    return launch.drafter in DRAFTERS_WITH_MODEL and launch.flags.speculative_draft_window_size is not None
 
 
 def _changed_draft(launch):
@@ -99,20 +103,19 @@ def _changed_draft(launch):
 
 def parts(launch):
     """What ``launch`` asks for beyond one rank, full attention and a plain DFLASH draft, in this file's names."""
+    kinds = (_class(launch), _window_class(launch))
     asked = {
         RANKS: launch.flags.tp_size > 1,
         HOST_CACHE: launch.flags.enable_hierarchical_cache,
-        **{kind: _class(launch) == kind for kind in _ANY_RECURRENT},
-        WINDOWS: _windowed(launch) and _windows_have_run(launch.target),
-        OTHER_WINDOWS: _windowed(launch) and not _windows_have_run(launch.target),
+        **{kind: kind in kinds for kind in (*_ANY_RECURRENT, WINDOWS, OTHER_WINDOWS)},
         DRAFT: _changed_draft(launch),
-        DRAFT_WINDOW: launch.drafter in ("DFLASH", *TREE_DRAFTERS) and _draft_window(launch),
+        DRAFT_WINDOW: _draft_window(launch),
         DRAFTER: _other_drafter(launch),
     }
     return [name for name, present in asked.items() if present and launch.on_triton]
 
 
-def host_cache_differs(launch):
+def _unlike_the_host_caches_that_ran(launch):
     """Names of flags by which a hierarchical cache differs from those that have run; empty for one like them."""
     flags = launch.flags
     wrong = {
@@ -153,7 +156,7 @@ def results(launch):
         return (ON_A_CPU[RECURRENT],) if published and launch.drafter in (None, "DFLASH") else ()
     if RANKS in asked and launch.flags.tp_size not in PROVEN_TP:
         return ()
-    if HOST_CACHE in asked and host_cache_differs(launch) or EXPERTS in asked and _experts_differ(launch):
+    if HOST_CACHE in asked and _unlike_the_host_caches_that_ran(launch) or EXPERTS in asked and _experts_differ(launch):
         return ()
     if len(asked) == 1:
         shown = (ON_A_CPU if launch.on_cpu else ON_A_GPU).get(asked[0])
@@ -209,8 +212,8 @@ def class_of_windowed_layers_is_untested(launch):
     target = launch.target
     if OTHER_WINDOWS not in parts(launch) or target.window_pool is not None:
         return None
-    shared = f" and num_kv_shared_layers {target.text['num_kv_shared_layers']}" if target.text.get("num_kv_shared_layers") else ""
-    named = ", ".join(target.architectures) or "no architecture"
+    named, layers = ", ".join(target.architectures) or "no architecture", target.text.get(_SHARED_KEY)
+    shared = f" and {_SHARED_KEY} {layers}" if layers else ""
     asked = f"{launch.asked('kv_cache_dtype')} for {target.path} with {named}{shared}"
     return {"asked": asked, "path": target.path}
 
@@ -219,7 +222,7 @@ def hierarchical_cache_differs(launch):
     """Of a launch on a GPU; on a CPU it only names no test."""
     if HOST_CACHE not in parts(launch) or launch.on_cpu:
         return None
-    names = host_cache_differs(launch)
+    names = _unlike_the_host_caches_that_ran(launch)
     how = {
         "page_size": f"pages of {launch.flags.page_size or 1}", "hicache_write_policy": launch.flags.hicache_write_policy,
         "speculative_algorithm": f"{launch.drafter} as the drafter" if launch.drafter else "no drafter",

@@ -249,13 +249,6 @@ TEXTS = {
         evidence=f"srt/speculative/spec_info.py @ sglang 0.5.23; {_SERVER}",
         help="--speculative-algorithm DFLASH",
     ),
-    "FP4-119": Text(
-        name="target-captures-nothing",
-        says="{drafter} drafts from the outputs of the target's layers, and SGLang's class for {names} hands none out",
-        why="SGLang stops while it loads the target: the class has no set_{needed}_layers_to_capture",
-        evidence="configure_aux_hidden_state_capture in srt/model_executor/model_runner_components/attention_backend_setup.py @ sglang 0.5.23; sglang_fp4kv/sglang_classes.json",
-        help="leave out --speculative-algorithm",
-    ),
     "FP4-081": Text(
         name="ngram-tree-on-pages",
         says="NGRAM with breadth {width} drafts a tree, and a page is to hold {page} tokens",
@@ -283,5 +276,12 @@ TEXTS = {
         why="SGLang would leave the file out without a word, and K and V would be stored with other scales than it says; NVFP4 takes KV scales from the checkpoint",
         evidence="load_kv_cache_scales in srt/model_executor/model_runner_components/load_model_utils.py @ sglang 0.5.23",
         help="leave out --quantization-param-path",
+    ),
+    "FP4-119": Text(
+        name="target-captures-nothing",
+        says="{drafter} drafts from the outputs of the target's layers, and SGLang's class for {names} hands none out",
+        why="SGLang stops while it loads the target: the class has no set_{needed}_layers_to_capture",
+        evidence="configure_aux_hidden_state_capture in srt/model_executor/model_runner_components/attention_backend_setup.py @ sglang 0.5.23; sglang_fp4kv/sglang_classes.json",
+        help="leave out --speculative-algorithm",
     ),
 }

@@ -117,13 +117,6 @@ TEXTS = {
         evidence="transfer_kv_launcher in sgl-kernel/csrc/kvcacheio/transfer.cu",
         help="--hicache-io-backend direct",
     ),
-    "FP4-117": Text(
-        name="hierarchical-cache-without-radix-cache",
-        says="the hierarchical cache is asked for without the prefix cache whose overflow it is",
-        why="SGLang stops at start: the two are mutually exclusive",
-        evidence="srt/arg_groups/kv_cache_hook.py @ sglang 0.5.23",
-        help="leave out --disable-radix-cache",
-    ),
     "FP4-098": Text(
         name="hierarchical-cache-companions",
         says="the hierarchical cache is asked for {beside}",
@@ -284,5 +277,12 @@ TEXTS = {
         why="on an H200 a hybrid of Qwen3.5's class was served with them beside NVFP4 KV, multiplied by Marlin, alone and with a plain DFLASH draft in BF16. Other targets, drafts and kernels (those of Blackwell) have run on the CPU alone, where the kit decodes the weights, or not at all; SGLang takes other ways around the attention there too. It takes tests/gpu/session.sh OUT_DIR weights on such a GPU",
         evidence="tests/bench/results/h200_weights.json; tests/e2e/test_nvfp4_weights.py, on the CPU; tests/gpu/weights.py",
         help=f"--allow FP4-113, or {_FP8}",
+    ),
+    "FP4-117": Text(
+        name="hierarchical-cache-without-radix-cache",
+        says="the hierarchical cache is asked for without the prefix cache whose overflow it is",
+        why="SGLang stops at start: the two are mutually exclusive",
+        evidence="srt/arg_groups/kv_cache_hook.py @ sglang 0.5.23",
+        help="leave out --disable-radix-cache",
     ),
 }

@@ -12,6 +12,7 @@ DRAFT_DTYPES = (DRAFT_DTYPE_DEFAULT, "bf16", "bfloat16")
 TREE_DRAFTERS = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # a chain where their width is 1
 DRAFTERS = ("DFLASH", *TREE_DRAFTERS)
 DRAFTERS_WITHOUT_MODEL = ("NGRAM",)
+DRAFTERS_WITH_MODEL = tuple(name for name in DRAFTERS if name not in DRAFTERS_WITHOUT_MODEL)
 # Modules of a DFlash2 draft, as the worker reports and the launcher expects them.
 CONV, SELECTOR = "grouped convolution", "candidate selector"
 # Model types (without _text) with recurrent layers that are served: gated-delta ones beside plain attention.

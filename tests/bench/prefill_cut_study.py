@@ -45,13 +45,13 @@ def cuts(length):
     }
 
 
-def margins(model, form, prompt, answer, cuts=()):
-    """The margins before each token of ``answer``, with ``prompt`` read in chunks that end at ``cuts`` and its end.
+def margins(model, form, prompt, answer, ends=()):
+    """The margins before each token of ``answer``, with ``prompt`` read in chunks that end at ``ends`` and its own end.
 
     The last token alone is read as a decode step reads it, out of the cache.
     """
     cache = cut_cache(form)
-    for first, end in itertools.pairwise((0, *cuts, len(prompt))):
+    for first, end in itertools.pairwise((0, *ends, len(prompt))):
         cache.exact = end - first > 1
         out = model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
     cache.exact = False
@@ -80,8 +80,8 @@ def main():
             moves = defaultdict(list)
             for prompt, answer in zip(prompts, answers, strict=True):
                 whole = margins(model, form, prompt, answer)
-                for name, places in cuts(len(prompt)).items():
-                    moves[name].append((margins(model, form, prompt, answer, places) - whole).abs())
+                for name, ends in cuts(len(prompt)).items():
+                    moves[name].append((margins(model, form, prompt, answer, ends) - whole).abs())
             result["margin_moves"][form] = {name: quantiles(found) for name, found in moves.items()}
             print(form, result["margin_moves"][form], flush=True)
     if args.out:

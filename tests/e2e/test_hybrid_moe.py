@@ -19,7 +19,8 @@ from launcher.client import fp4kv_report, generate, server_info
 from launcher.demo import PAIR
 from launcher.equality import NEAR_TIE_BOUNDS, compare
 from tests.e2e.server import START_TIMEOUT_S, empty_cache, serving
-from tests.e2e.test_hybrid_serving import CHUNK, FLAGS, check_pools, drafter, environment, misled, serve
+from tests.e2e.test_hybrid_serving import CHUNK, FLAGS, check_pools, drafter, environment, serve
+from tests.e2e.test_nvfp4_memory import misled
 from tests.e2e.tiny_models import EXPERTS, build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e

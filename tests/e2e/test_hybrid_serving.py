@@ -18,7 +18,7 @@ from launcher.modelfacts import read_facts
 from launcher.plan_rows import Budget, make_plan
 from sglang_fp4kv import formats
 from tests.e2e.server import embedded_server, empty_cache, plugin_path
-from tests.e2e.test_nvfp4_memory import ask_together, tokens_of, used_tokens
+from tests.e2e.test_nvfp4_memory import ask_together, misled, tokens_of, used_tokens
 from tests.e2e.tiny_models import INTERVAL, build_dflash2, build_draft, build_hybrid, build_published_hybrid
 
 pytestmark = pytest.mark.e2e
@@ -104,18 +104,17 @@ def drafter(draft):
     return ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft))
 
 
-def misled(tokens):
-    """``tokens`` with every fifth replaced, so that the oracle's blocks are accepted in part."""
-    return [3 if i % 5 == 4 else token for i, token in enumerate(tokens)]
+def foretell(file, answers):
+    """What an oracle is to draft, by FP4KV_ORACLE: ``answers``, misled, but for the strange prompt's."""
+    known = [{"prompt": ALONE[name], "output": misled(tokens)} for name, tokens in answers.alone.items()]
+    known.append({"prompt": CACHED, "output": misled(answers.repeated[-1])})
+    file.write_text(json.dumps(known))
+    return str(file)
 
 
 @pytest.fixture(scope="module")
 def oracle(scratch, undrafted):
-    file = scratch / "oracle.json"
-    known = [{"prompt": ALONE[name], "output": misled(tokens)} for name, tokens in undrafted.alone.items()]
-    known.append({"prompt": CACHED, "output": misled(undrafted.repeated[-1])})
-    file.write_text(json.dumps(known))
-    return str(file)
+    return foretell(scratch / "oracle.json", undrafted)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,13 @@ one, and what it does not know the random draft gets wrong, so states are rolled
 ranks. Within two ranks nothing may part.
 """
 
-import json
-
 import pytest
 
 from launcher.expected import differences
 from launcher.judge import judge
 from launcher.launch import memory
 from launcher.probe import Failed, Machine
-from tests.e2e.test_hybrid_serving import ALONE, CACHED, CHUNK, FLAGS, drafter, examine, misled, serve
+from tests.e2e.test_hybrid_serving import ALONE, CHUNK, FLAGS, drafter, examine, foretell, serve
 from tests.e2e.tiny_models import build_dflash2, build_draft, build_hybrid
 
 pytestmark = pytest.mark.e2e
@@ -36,12 +34,8 @@ def undrafted(scratch, models):
 
 @pytest.fixture(scope="module")
 def drafted(scratch, models, undrafted):
-    oracle = scratch / "oracle.json"
-    known = [{"prompt": ALONE[name], "output": misled(undrafted.alone[name])} for name in ALONE]
-    known.append({"prompt": CACHED, "output": misled(undrafted.repeated[-1])})
-    oracle.write_text(json.dumps(known))
-    flags = (*RANKS, *drafter(models[1]))
-    with serve(models[0], scratch / "drafted.log", *flags, FP4KV_ORACLE=str(oracle)) as server:
+    flags, oracle = (*RANKS, *drafter(models[1])), foretell(scratch / "oracle.json", undrafted)
+    with serve(models[0], scratch / "drafted.log", *flags, FP4KV_ORACLE=oracle) as server:
         return examine(server.url)
 
 

@@ -3,9 +3,9 @@
 usage: python -m tests.gpu.checks MODEL OUT_DIR [--draft DIR|NGRAM] [--suite pair|chat] [--depths 512,2048,3584]
            [--context N] [--floor N]
 
-NGRAM in a draft's place drafts from what was asked and answered. All servers are started at once. The undrafted BF16 server is the control of all others, and each KV format's
-undrafted server, which prefills in chunks of the whole context, is the one that its drafted server is
-compared with. Writes OUT_DIR/checks.json (statuses, one line a check, versions) after each server, and a folder for
+NGRAM in a draft's place drafts from what was asked and answered. All servers are started at once. The undrafted
+BF16 server is the control of all others, and each KV format's undrafted server, which prefills in chunks of the
+whole context, is the one that its drafted server is compared with. Writes OUT_DIR/checks.json (statuses, one line a check, versions) after each server, and a folder for
 each run.
 Exit codes: 0 when no check failed, 3 when one did, 1 when a server did not start. What the control fails by
 itself is what the model cannot do; it is reported and not counted.
